@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import anyio
 import msgspec
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asynckv import Engine, EngineConfig, NixlConfig, PrefillRanks, Registration
+from asynckv.embed import EngineDesk, Finished
 from asynckv.engine import LentRequest
 from asynckv.geometry.layout import Memory
 from asynckv.layout import register_memory
@@ -23,6 +24,27 @@ from tests.lab.oracles import wrong_in
 from tests.world import make_layout
 
 BLOCKS = 32
+T = TypeVar("T")
+
+
+class Polled(Generic[T]):
+    """What something has told, and a wait for more of it. Whoever adds to it sets `changed`."""
+
+    def __init__(self) -> None:
+        self.news: list[T] = []
+        self.changed = asyncio.Event()
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        with anyio.fail_after(20):
+            while not holds():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def heard(self, count: int = 1) -> list[T]:
+        """Wait for so many news, and take them."""
+        await self.until(lambda: len(self.news) >= count)
+        news, self.news = self.news[:count], self.news[count:]
+        return news
 
 
 class Side:
@@ -102,6 +124,12 @@ async def until(condition: Callable[[], object]) -> None:
     with anyio.fail_after(10):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0)
+
+
+async def news_of(desk: EngineDesk) -> Finished:
+    """Wait until a desk has something to tell, and take it."""
+    await until(lambda: desk.has_news)
+    return desk.take_finished()
 
 
 def open_files() -> set[str]:

@@ -16,6 +16,13 @@ QUICK: dict[str, Any] = {"lease": LeaseConfig(lease_s=4.0, grant_s=2.0), "pull":
 Make = Callable[..., dict[str, Any]]
 
 
+def registered(*collectors: Metrics) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    for each in collectors:
+        registry.register(each)
+    return registry
+
+
 async def passing(bench: Bench, task: asyncio.Task[Any]) -> Any:
     """Let time pass until a task is done; what it returned or raised."""
     while not task.done():

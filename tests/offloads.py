@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ from asynckv.layout import register_memory
 from asynckv.offload import Offload, OffloadConfig
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from asynckv.tiers.shelf import Shelf
+from tests.engines import until
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies, SimDisk, SimRecords
 from tests.world import make_layout
@@ -56,6 +57,9 @@ def hybrid(num_blocks: int = BLOCKS) -> Layout:
 def chain(name: str, count: int) -> list[str]:
     """Hashes of a prompt."""
     return [f"{name}-{i}" for i in range(count)]
+
+
+T = TypeVar("T")
 
 
 def _left(disks: Sequence[SimDisk], config: OffloadConfig, own: Shelf, name: str) -> list[Shelf]:
@@ -114,14 +118,14 @@ class Rank:
         data = SimData(self.network, f"{settings.engine_id}-{seed}")
         self.engine = Engine(settings, registration, data=data, control=SimControl(self.network), clock=self.clock)
         self.copies = SimCopies()
-        self.records = SimRecords(disk) if disk is not None else None
+        self._records = SimRecords(disk) if disk is not None else None
         if disk is not None:
             wanted |= {"directory": "simulated", "file_bytes": disk.num_bytes}
         self.offload = Offload(
             OffloadConfig(**wanted),
             self.engine,
             copies=self.copies,
-            records=self.records,
+            records=self._records,
             serve=self._serve,
             leftovers=partial(_left, left),
         )
@@ -129,6 +133,18 @@ class Rank:
     def _serve(self, config: EngineConfig, registration: Registration) -> Engine:
         data, control = SimData(self.network, config.engine_id), SimControl(self.network)
         return Engine(config, registration, data=data, control=control, clock=self.clock)
+
+    @property
+    def records(self) -> SimRecords:
+        assert self._records is not None
+        return self._records
+
+    async def begun(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Begin a store or a load, whose copies end when they are told to."""
+        self.copies.deferred = True
+        task = asyncio.create_task(call)
+        await until(lambda: self.copies.moves)
+        return task
 
     def block(self, *ids: int) -> bytes:
         """Return the bytes of blocks, layer by layer."""

@@ -18,11 +18,10 @@ PATIENT = [
     for name in (
         # These only compute.
         *("alerts", "cli_streams", "deploy", "fuzz", "geometry", "leaks_simulated", "machine"),
-        *("offload_machine", "offload_planted", "offload_soak", "real_models", "simulation", "simulation_offload"),
-        "transformers_models",
+        *("offload_machine", "offload_planted", "offload_soak", "simulation", "simulation_offload"),
         # These have engines and processes as well, and wait for events within many seconds.
         *("bench_compare", "bench_remote", "bench_sweep", "bench_vs_vllm", "cli", "conformance", "docs", "doctor"),
-        *("doctor_peer", "embed", "embed_examples", "events", "families", "inspect_ask", "leaks", "leaks_join"),
+        *("doctor_peer", "embed", "embed_examples", "events", "families", "inspect_ask", "leaks", "leaks_records"),
         *("log_sink", "models", "proxy", "public_clients", "release", "simulated_logs", "timeline_real"),
     )
 ]

@@ -157,9 +157,7 @@ def test_what_waits_keeps_its_lease_for_longer_than_it_lasts() -> None:
     world, prefill, decode, first = asking(0, timeout=100, total_requests=1, window_requests=1, timeout_s=100.0)
     queued = ask(world, prefill, decode, 1, timeout=100)
     world.deliver_all()
-    for _ in range(60):
-        world.advance(0.5)
-        world.deliver_all()
+    world.live(30.0)
     assert (first.state, queued.state) == (PullState.READING, PullState.QUEUED)
     step(world, decode)
     step(world, decode)
@@ -208,9 +206,7 @@ def test_a_peer_that_has_fallen_silent_takes_no_room_from_others() -> None:
     world.deliver_all()
     assert len(reading(decode)) == 4
     del world.ranks["p0"]
-    for _ in range(10):
-        world.advance(0.25)
-        world.deliver_all()
+    world.live(2.5, 0.25)
     healthy = [ask(world, alive, decode, 100 + i) for i in range(8)]
     world.deliver_all()
     stuck_reads = {t for t, r in decode.reads.items() if r.agent_name == "agent-p0"}
@@ -356,7 +352,7 @@ def state(pull: Pull) -> PullState:
     return pull.state
 
 
-def test_who_hears_in_the_queue_that_its_request_is_not_lent_yet_makes_way_for_the_next() -> None:
+def test_a_pull_that_hears_in_the_queue_that_its_request_is_not_lent_yet_makes_way_for_the_next() -> None:
     world, prefill, decode, first = asking(1, total_requests=1, window_requests=1)
     early, late = ask(world, prefill, decode, 2, lend=False), ask(world, prefill, decode, 3)
     world.deliver_all()
@@ -373,7 +369,7 @@ def test_who_hears_in_the_queue_that_its_request_is_not_lent_yet_makes_way_for_t
     world.check()
 
 
-def test_whose_turn_comes_while_its_rank_is_silent_keeps_nobody_else_from_reading() -> None:
+def test_a_pull_whose_turn_comes_while_its_rank_is_silent_keeps_no_other_from_reading() -> None:
     world, (healthy, silent), decode = world_of(2, total_requests=1, window_requests=1, heartbeat_s=0.25)
     world.deliver_all()
     first = ask(world, healthy, decode, 1)
@@ -383,9 +379,7 @@ def test_whose_turn_comes_while_its_rank_is_silent_keeps_nobody_else_from_readin
     assert decode.core.decode.admission.waits(waiting.pull_id)
     del world.ranks["p1"]
     last = ask(world, healthy, decode, 3)
-    for _ in range(8):  # nothing is heard of the one, and much of the other
-        world.advance(0.25)
-        world.deliver_all()
+    world.live(2.0, 0.25)  # nothing is heard of the one, and much of the other
     peers = {p.engine_id: p.state for p in decode.core.decode.peers.by_place.values()}
     assert peers == {"prefill0": PeerState.READY, "prefill1": PeerState.SUSPECT}
     while reason(first) is None:
@@ -396,7 +390,7 @@ def test_whose_turn_comes_while_its_rank_is_silent_keeps_nobody_else_from_readin
 
 
 @pytest.mark.parametrize("when", ["it is set aside", "it is asked"])
-def test_who_reads_from_a_rank_that_sends_nothing_counts_for_nobody_else(when: str) -> None:
+def test_a_pull_from_a_rank_that_sends_nothing_takes_no_room_from_others(when: str) -> None:
     """Whether it was admitted before that was seen, or is admitted now."""
     world, (stalled, healthy), decode = world_of(2, total_requests=2, window_requests=2)
     ask(world, stalled, decode, 1)
@@ -452,7 +446,7 @@ def test_what_left_the_queue_is_not_kept_there() -> None:
     assert len(admission.turns) <= 2 * len(admission._flows) + 65
 
 
-def test_who_has_its_bytes_from_a_silent_rank_and_reads_from_another_counts_as_before() -> None:
+def test_a_pull_that_has_its_bytes_from_a_silent_rank_and_reads_from_another_counts_as_before() -> None:
     """A rank that falls silent takes only those out of the budget that wait for it."""
     config = EngineConfig(
         engine_id="x",
@@ -463,9 +457,7 @@ def test_who_has_its_bytes_from_a_silent_rank_and_reads_from_another_counts_as_b
     first, second = (world.add(f"p{r}", make_layout(r, 2, base=(r + 1) << 40), engine_id="prefill") for r in (0, 1))
     other = world.add("q", make_layout(base=9 << 40), engine_id="other")
     decode = world.add("d", make_layout(base=30 << 40), engine_id="decode")
-    params = world.params([first, second], "r", [3, 4, 5, 6], 16, written=True)
-    for rank in (first, second):
-        world.lend(rank, params)
+    params, _ = world.lent_by([first, second], "r", [3, 4, 5, 6], written=True)
     pull = world.pull(decode, "d-r", [1, 2, 3, 4], params)
     world.deliver_all()
     while posted_at(decode, "p0"):

@@ -101,9 +101,7 @@ def test_pieces_that_make_it_slow_are_a_line_with_the_remedy() -> None:
         assert "posting threads and staging_bytes stage them" in small
     assert said.endswith(": try --order hnd")
     assert made(order="hnd")["warnings"] == []
-    shown = io.StringIO()
-    report_text.show(made(**apart), Console(file=shown, width=300))
-    assert f"\n  ! {said}\n" in shown.getvalue()
+    assert f"\n  ! {said}\n" in shown(made(**apart))
 
 
 def test_a_request_is_complete_only_if_every_rank_completed_it() -> None:
@@ -120,11 +118,10 @@ def test_the_first_line_is_the_verdict_and_everything_fits_a_narrow_terminal() -
     bad = report.make(options(), measured(outcome(0), bytes=Counter(wrong=7), problems=["decode/tp0 was killed"]))
     assert shown(bad).startswith("BAD: 1 of 2 requests failed; 7 bytes wrong; decode/tp0 was killed\n")
     for width in (60, 80):
-        stream = io.StringIO()
-        report_text.show(result, Console(file=stream, width=width))
-        assert all(len(line.rstrip()) <= width for line in stream.getvalue().splitlines())
-        assert "…" not in stream.getvalue()
-        assert re.search(r"from the call of pull( +300.00 ms){3}", stream.getvalue())
+        text = shown(result, width)
+        assert all(len(line.rstrip()) <= width for line in text.splitlines())
+        assert "…" not in text
+        assert re.search(r"from the call of pull( +300.00 ms){3}", text)
 
 
 def test_a_p99_is_printed_of_200_requests_or_more() -> None:
@@ -146,9 +143,7 @@ def test_latencies_are_drawn_as_a_histogram() -> None:
     assert ratios == pytest.approx([ratios[0]] * 9)
     for bar, below in zip(bars, [0.0, *(x["up_to_s"] for x in bars)], strict=False):
         assert bar["count"] == sum(below < x.seconds <= bar["up_to_s"] for x in outcomes)
-    stream = io.StringIO()
-    report_text.show(result, Console(file=stream, width=60))
-    lines = stream.getvalue().splitlines()
+    lines = shown(result, 60).splitlines()
     head = next(i for i, line in enumerate(lines) if line.startswith("latency up to"))
     assert lines[head].split() == ["latency", "up", "to", "requests", "share", "histogram"]
     drawn = [line.split() for line in lines[head + 1 : head + 11]]
@@ -185,10 +180,9 @@ def test_nothing_measured_divides_by_nothing() -> None:
 def test_the_table_names_capped_prompts_and_errors() -> None:
     capped = Experiment(Options(), MODEL, Workload("trace", (32, 32), 1))
     result = report.make(capped, measured(outcome(0), outcome(1, error="[gone]", reason="peer_lost")))
-    stream = io.StringIO()
-    report_text.show(result, Console(file=stream, width=200))
-    assert "1 prompts were cut by --max-prompt-tokens" in stream.getvalue()
-    assert "1 x peer_lost: [gone]" in stream.getvalue()
+    text = shown(result)
+    assert "1 prompts were cut by --max-prompt-tokens" in text
+    assert "1 x peer_lost: [gone]" in text
 
 
 def test_pools_grow_with_the_concurrency_not_with_the_requests() -> None:
@@ -228,10 +222,9 @@ def test_open_latency_counts_from_the_schedule_and_says_so() -> None:
     assert result["schedule"]["late_s"]["max"] == 0.2
     assert result["latency_s"]["max"] == 0.5
     assert result["pull_s"]["max"] == pytest.approx(0.3)
-    stream = io.StringIO()
-    report_text.show(result, Console(file=stream, width=200))
-    assert "from the scheduled arrival" in stream.getvalue()
-    assert "8.0 requests/s scheduled, 2.0 achieved; pull was called late by p50" in stream.getvalue()
+    text = shown(result)
+    assert "from the scheduled arrival" in text
+    assert "8.0 requests/s scheduled, 2.0 achieved; pull was called late by p50" in text
 
 
 def test_what_was_cached_and_shared_is_reported() -> None:
@@ -239,14 +232,13 @@ def test_what_was_cached_and_shared_is_reported() -> None:
     wanted = Experiment(Options(), MODEL, work)
     result = report.make(wanted, measured(outcome(0), outcome(1), lent=Counter(lent_blocks=4, lent_shared=1)))
     assert result["prefix"]["hit_rate"] == 0.25
-    stream = io.StringIO()
-    report_text.show(result, Console(file=stream, width=200))
-    assert "25.0% of 64 prompt tokens were cached at the reader; 1 of 4 lent blocks" in stream.getvalue()
+    text = shown(result)
+    assert "25.0% of 64 prompt tokens were cached at the reader; 1 of 4 lent blocks" in text
 
 
-def shown(result: dict[str, Any]) -> str:
+def shown(result: dict[str, Any], width: int = 300) -> str:
     stream = io.StringIO()
-    report_text.show(result, Console(file=stream, width=300))
+    report_text.show(result, Console(file=stream, width=width))
     return stream.getvalue()
 
 

@@ -23,7 +23,7 @@ from asynckv.geometry.layout import Memory
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import DescTable
 from asynckv.ports import CopyOp, CopyPlane
-from tests.engines import open_files
+from tests.engines import Polled, open_files
 from tests.test_nixl_edge import HERE, TABLES, THERE, Meddler, contents, copied, request
 from tests.test_posters import Gate, while_the_loop_stands
 from tests.test_staged_reads import EVEN, STAGED, placed, rows
@@ -34,14 +34,13 @@ PATIENCE_S = 10.0
 INDICES = np.arange(2, dtype=np.int32), np.arange(2, dtype=np.int32)
 
 
-class Tiers:
+class Tiers(Polled[TransferEnded]):
     """A copy plane between a near memory and two far ones of two ranges each."""
 
     def __init__(self, **options: Any) -> None:
+        super().__init__()
         self.sides = {"near": contents(1), "pool": contents(2), "other": contents(3)}
         self.plane: CopyPlane = NixlCopies("tiers", **options)
-        self.news: list[TransferEnded] = []
-        self._event = asyncio.Event()
         self.start()
 
     def start(self) -> None:
@@ -50,16 +49,7 @@ class Tiers:
 
     def _poll(self) -> None:
         self.news += self.plane.poll()
-        self._event.set()
-
-    async def heard(self, count: int) -> list[TransferEnded]:
-        """Wait for news of so many moves."""
-        with anyio.fail_after(PATIENCE_S):
-            while len(self.news) < count:
-                self._event.clear()
-                await self._event.wait()
-        news, self.news = self.news, []
-        return news
+        self.changed.set()
 
 
 def move(seed: int, count: int = 7) -> ReadRequest:

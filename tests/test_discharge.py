@@ -13,7 +13,7 @@ from asynckv.core.types import Outcome
 from tests.engines import Bench, until
 from tests.test_lifecycle import passing
 from tests.test_races import spin
-from tests.world import World, make_layout
+from tests.world import World, make_layout, opened
 
 pytestmark = pytest.mark.anyio
 
@@ -158,7 +158,7 @@ async def test_an_unreachable_rank_is_given_up_and_nothing_is_left(sim: Bench, i
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (2, 2), (4, 2), (2, 4), (3, 2)])
 @pytest.mark.parametrize("is_ahead", [True, False])
-def test_every_rank_hears_of_it_the_ones_that_nobody_reads_as_well(prefill: int, decode: int, is_ahead: bool) -> None:
+def test_every_rank_hears_of_a_discharge_the_unread_ones_as_well(prefill: int, decode: int, is_ahead: bool) -> None:
     """One head that every prefill rank holds: all but one of them are skipped by each reader."""
     world = World()
     owners = [world.add(f"p{i}", make_layout(i, prefill, num_heads=1), engine_id="prefill") for i in range(prefill)]
@@ -182,8 +182,7 @@ def test_every_rank_hears_of_it_the_ones_that_nobody_reads_as_well(prefill: int,
 
 def test_an_early_discharge_is_remembered_for_all_of_its_time() -> None:
     """The claim before it was parked long ago: its place is about to be given up, the release's is not."""
-    world = World()
-    owner, reader = world.add("p", make_layout()), world.add("d", make_layout())
+    world, owner, reader = opened()
     params = world.params([owner], "r", [1], 4)
     world.announce(reader, "d", params, 60.0)
     world.deliver_all()
@@ -199,8 +198,7 @@ def test_an_early_discharge_is_remembered_for_all_of_its_time() -> None:
 
 
 def test_what_was_discharged_early_and_never_lent_is_forgotten() -> None:
-    world = World()
-    owner, reader = world.add("p", make_layout()), world.add("d", make_layout())
+    world, owner, reader = opened()
     params = world.params([owner], "r", [1], 4)
     world.announce(reader, "d", params, 60.0)
     world.deliver_all()

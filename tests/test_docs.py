@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import ast
+import configparser
+import dataclasses
+import importlib
 import inspect
+import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
+import typer
 
 import asynckv
 import asynckv.testing
@@ -19,7 +28,11 @@ from asynckv import layout, offload
 from asynckv.core import wire
 from asynckv.core.types import Reason
 from asynckv.engine.attempts import ERRORS
+from asynckv.engine.lent import LentRequest
 from asynckv.errors import ConfigError
+from asynckv.integrations.vllm.offload import options as offload_options
+from asynckv.integrations.vllm.options import OF_NIXL_CONNECTOR, Options
+from asynckv.tools import cli
 from scripts.draw import configuration, states
 from scripts.draw.__main__ import MADE
 from scripts.draw.drawing import PAPER, PICTURES, THEMES
@@ -79,7 +92,7 @@ def test_every_field_of_public_data_is_explained(kind: type) -> None:
     assert set(re.findall(r"^    (\w+): ", listed, re.MULTILINE)) == names
 
 
-def test_the_configuration_page_refuses_a_field_that_nobody_explains() -> None:
+def test_the_configuration_page_refuses_a_field_without_explanation() -> None:
     @dataclass
     class Forgotten:
         """A part.
@@ -140,3 +153,132 @@ def test_the_embedding_example_runs() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "released {'decode/tp0': 'complete'}" in done.stdout
+
+
+# -- The configuration behind vLLM ------------------------------------------------------------------------------------
+
+VLLM = (Path(__file__).parents[1] / "docs" / "vllm.md").read_text()
+
+
+def test_the_first_steps_behind_vllm_are_taken() -> None:
+    given = re.findall(r"--kv-transfer-config '(\{.*?\})'\n", VLLM, re.DOTALL)
+    before, after, dual, offloading = (json.loads(each) for each in given)
+    assert after.keys() > before.keys()
+    assert dual["kv_connector"] in importlib.import_module(dual["kv_connector_module_path"]).__all__
+    assert Options.parse(dual["kv_connector_extra_config"]["asynckv"]).advertise == "tcp://10.0.0.2:0"
+    assert Options.parse(after["kv_connector_extra_config"]).advertise == "tcp://10.0.0.1:0"
+    extra = offloading["kv_connector_extra_config"]
+    assert offload_options.parse(extra, "MODEL", 16).file_bytes == 10**12
+    assert extra["spec_name"] in importlib.import_module(extra["spec_module_path"]).__all__
+
+
+def test_every_option_behind_vllm_is_in_the_docs() -> None:
+    (table,) = re.findall(r"^## Options\n(.*?)^## ", VLLM, re.DOTALL | re.MULTILINE)
+    options = {each.name for each in dataclasses.fields(Options)} - {"engine_id"}
+    for name in (*OF_NIXL_CONNECTOR, *options):
+        assert re.search(rf"`{name}\b", table), name
+    (table,) = re.findall(r"^## Offloading.*?\n(\| option.*?)\n\n", VLLM, re.DOTALL | re.MULTILINE)
+    for name in {*offload_options.OURS, *offload_options.THEIRS} - {"spec_name", "spec_module_path"}:
+        assert re.search(rf"`{name}\b", table), name
+
+
+# -- README -----------------------------------------------------------------------------------------------------------
+
+README = (ROOT / "README.md").read_text()
+FENCES = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+BENCH, CHECKS = (text.strip() for language, text in FENCES if not language)
+"""The two commands that do everything. A third one has no place in README."""
+((_, REPORT),) = (fence for fence in FENCES if fence[0] == "text")
+((_, CODE),) = (fence for fence in FENCES if fence[0] == "python")
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FRONT = ["README.md", "docs/index.md", "docs/versus.md", "docs/glossary.md"]
+
+
+def anchors(page: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_first_command_is_one_that_the_command_line_takes() -> None:
+    install, bench = BENCH.split(" && ")[1:]
+    assert install.startswith(".venv/bin/pip install -q -c constraints.txt -e .")
+    program, *arguments = shlex.split(bench)
+    assert program == ".venv/bin/asynckv"
+    commands: Any = typer.main.get_command(cli.app)
+    parsed = commands.get_command(None, arguments[0]).make_context("bench", arguments[1:])
+    assert parsed.params["requests"] == 200
+    assert parsed.args == []
+
+
+def test_the_second_command_has_all_environments() -> None:
+    tox = configparser.ConfigParser()
+    tox.read(ROOT / "tox.ini")
+    (wanted,) = re.findall(r"tox run -e (\S+)$", CHECKS)
+    known = {section.removeprefix("testenv:") for section in tox.sections()}
+    assert set(wanted.split(",")) <= known | set(re.split(r"[,\s]+", tox["tox"]["env_list"]))
+
+
+def labels(report: str) -> set[str]:
+    lines = [line for line in report.splitlines() if re.match(r" {0,2}\S", line)]
+    found = {re.sub(r"[\d,.]+", "#", re.split(r" {2,}", line.strip())[0]) for line in lines}
+    return found - {"handshake", "queue", "plan", "post", "read", "detect", "confirm"}
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_the_report_is_what_a_run_prints() -> None:
+    command = [sys.executable, "-m", "asynckv", *shlex.split(BENCH.rpartition("asynckv ")[2])]
+    small = {"1024": "64"}
+    done = subprocess.run(
+        [small.get(argument, argument) for argument in command],
+        env=os.environ | {"COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert labels(done.stdout) == labels(REPORT), "run README's first command and paste what it prints"
+    assert max(map(len, REPORT.splitlines())) <= 80
+
+
+def test_the_code_calls_what_there_is() -> None:
+    program = ast.parse("async def main():\n" + "".join(f"    {line}\n" for line in CODE.splitlines()))
+    calls = [node for node in ast.walk(program) if isinstance(node, ast.Call)]
+    called: dict[str, Any] = {
+        "Engine": asynckv.Engine,
+        "EngineConfig": asynckv.EngineConfig,
+        "lend": asynckv.Engine.lend,
+        "pull": asynckv.Engine.pull,
+        "wait_released": LentRequest.wait_released,
+    }
+    for call in calls:
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else ast.unparse(call.func)
+        known = inspect.signature(called[name]).parameters
+        assert {keyword.arg for keyword in call.keywords} <= set(known), name
+
+
+@pytest.mark.parametrize("name", FRONT)
+def test_links_lead_somewhere(name: str) -> None:
+    page = ROOT / name
+    for link in LINK.findall(page.read_text()):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_glossary_says_every_word_once() -> None:
+    words = re.findall(r"^### (.*)$", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert len(words) > 50
+    assert len(words) == len(set(words))
+
+
+def test_what_is_said_of_others_has_a_source_with_a_version() -> None:
+    """A link to a branch says tomorrow what nobody has checked."""
+    links = [x for x in LINK.findall((ROOT / "docs" / "versus.md").read_text()) if x.startswith("https://github.com")]
+    floating = [x for x in links if re.search(r"/(blob|tree)/(main|master|HEAD)/", x)]
+    assert not floating

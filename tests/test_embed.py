@@ -7,8 +7,11 @@ import dataclasses
 import gc
 import json
 import math
+import os
+import select
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -18,6 +21,7 @@ import pytest
 from asynckv import (
     AsyncKVError,
     ConfigError,
+    Engine,
     EngineClosed,
     EngineConfig,
     LeaseConfig,
@@ -33,7 +37,7 @@ from asynckv import (
     RemoteProtocolError,
 )
 from asynckv.edges.nic.nixl import NixlPlane
-from asynckv.embed import Announce, Cancel, EngineThread, Finished, Lend, Order, Pull, Reclaim, Withdraw
+from asynckv.embed import Announce, Cancel, EngineDesk, EngineThread, Finished, Lend, Order, Pull, Reclaim, Withdraw
 from asynckv.engine import ending
 from tests.engines import BLOCKS, memory
 from tests.test_arguments import HOSTILE
@@ -115,6 +119,13 @@ def pair(way: str) -> Iterator[Pair]:
         yield pair
     finally:
         pair.close()
+
+
+def holding(way: str, **config: Any) -> tuple[Pair, Held]:
+    """Return a started pair whose reads can be held."""
+    pair = Pair(way, **config)
+    plane = pair.decode.hold()
+    return pair.start(), plane
 
 
 def pull(name: str, blocks: list[int], params: dict[str, Any], **more: Any) -> Pull:
@@ -207,9 +218,7 @@ def cancel_while_read(pair: Pair, plane: Held, block: int = 2) -> None:
 
 
 def test_blocks_that_may_still_be_written_are_held_and_then_returned(way: str) -> None:
-    pair = Pair(way)
-    plane = pair.decode.hold()
-    pair.start()
+    pair, plane = holding(way)
     cancel_while_read(pair, plane)
     pair.until(lambda p, d: d.failed)
     [failed] = pair.decode.told.failed
@@ -225,9 +234,7 @@ def test_blocks_that_may_still_be_written_are_held_and_then_returned(way: str) -
 
 
 def test_an_id_is_returned_when_no_attempt_under_it_holds_blocks(way: str) -> None:
-    pair = Pair(way)
-    plane = pair.decode.hold()
-    pair.start()
+    pair, plane = holding(way)
     cancel_while_read(pair, plane, 2)
     pair.until(lambda p, d: len(d.failed) == 1)
     cancel_while_read(pair, plane, 3)
@@ -240,9 +247,7 @@ def test_an_id_is_returned_when_no_attempt_under_it_holds_blocks(way: str) -> No
 
 
 def test_blocks_that_never_return_are_retired(way: str) -> None:
-    pair = Pair(way, pull=PullConfig(drain_s=0.05, held_s=0.2))
-    plane = pair.decode.hold()
-    pair.start()
+    pair, plane = holding(way, pull=PullConfig(drain_s=0.05, held_s=0.2))
     cancel_while_read(pair, plane)
     pair.until(lambda p, d: d.retired)
     assert [(f.request_id, f.is_held) for f in pair.decode.told.failed] == [("r", True)]
@@ -313,9 +318,7 @@ def test_what_is_wrong_with_one_order_loses_none_of_the_others(pair: Pair) -> No
 
 
 def test_an_order_whose_end_could_be_taken_for_that_of_another_is_refused(way: str) -> None:
-    pair = Pair(way)
-    plane = pair.decode.hold()
-    pair.start()
+    pair, plane = holding(way)
     plane.is_holding = True
     params, other = pair.params("r", [1]), pair.params("r", [4])
     pair.prefill.submit(Lend(params), Lend(other))
@@ -416,10 +419,8 @@ def test_a_suspended_engine_tells_what_was_cut_short_and_serves_anew(pair: Pair)
 
 
 @pytest.mark.slow
-def test_a_promise_is_cut_short_for_who_has_no_time(way: str) -> None:
-    pair = Pair(way, lease=LeaseConfig(grant_s=10.0))
-    plane = pair.decode.hold()
-    pair.start()
+def test_a_promise_is_cut_short_by_an_engine_that_closes_without_time(way: str) -> None:
+    pair, plane = holding(way, lease=LeaseConfig(grant_s=10.0))
     params = pair.params("r", [1])
     pair.prefill.submit(Lend(params))
     plane.is_holding = True
@@ -618,3 +619,108 @@ def test_news_that_come_while_others_are_taken_are_not_those_that_were_taken(mon
         monkeypatch.setattr(EngineThread, "_has_news", True)
         engine.take_finished()
         assert engine.engine._driver.core.decode.alive_at <= engine.engine._driver.clock.now()
+
+
+# -- Ends of threads and processes ------------------------------------------------------------------------------------
+
+
+def test_a_pull_that_was_carried_out_just_before_the_engine_ends_has_begun() -> None:
+    """Its prefill ranks are told that it ends. Nothing else would tell them, and its lease would have to run out."""
+
+    async def run() -> None:
+        (ours, _), (theirs, _) = memory(1), memory(2)
+        async with Engine(EngineConfig(engine_id="prefill"), ours) as prefill:
+            decode = Engine(EngineConfig(engine_id="decode"), theirs)
+            await decode.start()
+            params = PrefillRanks("prefill", [prefill.endpoint]).make_params("r", [(0, [1])], 16, written=True)
+            lent, desk = prefill.lend(params), EngineDesk(decode, lambda: None)
+            desk.submit([Pull(request_id="r", groups=[(0, [1])], params=params)])
+            desk.carry_out()
+            await desk.finish()
+            assert list(decode._driver.core.decode.by_request) == ["r"]
+            await decode.aclose()
+            await desk.settle()
+            (failed,) = desk.take_finished().failed
+            assert isinstance(failed.error, PullError)
+            assert (await lent.wait_released()).cause == "released"
+
+    asyncio.run(run())
+
+
+def test_an_interrupt_in_the_middle_of_an_order_is_raised_and_the_order_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+            desk = EngineDesk(engine, lambda: None)
+
+            def interrupted(*args: Any, **more: Any) -> None:
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(engine, "announce", interrupted)
+            orders = [Announce("a", {}), Lend({"from": "behind"})]
+            desk.submit(orders)
+            with pytest.raises(KeyboardInterrupt):
+                desk.carry_out()
+            desk.carry_out()
+            told = [(each.order, type(each.error)) for each in desk.take_finished().refused]
+            assert told == [(orders[0], EngineClosed), (orders[1], RemoteProtocolError)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_the_child_of_a_fork_takes_nothing_that_its_parent_is_told() -> None:
+    with EngineThread(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+        engine.submit([Lend({"number": 1})])
+        until = time.monotonic() + 10
+        while not engine._desk.has_news and time.monotonic() < until:
+            engine.wait(0.01)
+        if not (pid := os.fork()):
+            try:
+                found = bool(engine.take_finished())
+            except EngineClosed:
+                found = False
+            finally:
+                os._exit(found)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert [type(each.order) for each in engine.take_finished().refused] == [Lend]
+        engine.submit([Cancel("r")])
+
+
+def test_a_loan_of_which_no_end_is_told_is_told_as_closed_once() -> None:
+    """A loop that ends in an unusual way tells no more ends; a worker waits for each of its orders."""
+
+    async def run() -> None:
+        async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+            params = PrefillRanks("prefill", [engine.endpoint]).make_params("r", [(0, [1])], 16, written=True)
+            desk = EngineDesk(engine, lambda: None)
+            desk.submit([Lend(params)])
+            desk.carry_out()
+            desk._abandon(RuntimeError("the loop is gone"))
+            engine.withdraw(params)
+            await asyncio.sleep(0)
+            [sent] = desk.take_finished().finished_sending
+            assert (sent.request_id, sent.cause, sent.owed) == ("r", "closed", ("*",))
+
+    asyncio.run(run())
+
+
+def test_what_is_handed_over_while_orders_are_carried_out_wakes_the_loop_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = EngineThread(EngineConfig(engine_id="prefill"), memory(1)[0])
+    thread._wake()
+    with monkeypatch.context() as patch:
+        patch.setattr(thread._desk, "carry_out", thread._wake)
+        for _ in range(2):
+            thread._on_bell()
+            assert select.select([thread._bell.fileno()], [], [], 0)[0], "else what was handed over waits for ever"
+    silence = thread._bell.silence
+
+    def silence_late() -> None:
+        thread._wake()  # just before
+        silence()
+
+    monkeypatch.setattr(thread._bell, "silence", silence_late)
+    thread._on_bell()
+    thread._wake()
+    assert select.select([thread._bell.fileno()], [], [], 0)[0], "else no later order wakes the loop"

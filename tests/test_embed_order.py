@@ -18,7 +18,7 @@ from asynckv.embed import Announce, Cancel, EngineDesk, Lend, Pull
 from asynckv.embed import desk as embed_desk
 from asynckv.engine import driver as driver_module
 from asynckv.testing import SimControl, SimData, SimNetwork
-from tests.engines import Bench, memory, until
+from tests.engines import Bench, memory, news_of, until
 
 
 @pytest.mark.nixl
@@ -43,8 +43,7 @@ def test_a_cancellation_finds_the_pull_before_it_though_the_loop_is_woken_twice_
             # A turn of a slice that was left, and one for a caller that has just handed more over.
             desk.carry_out()
             desk.carry_out()
-            await until(lambda: desk.has_news)
-            (failed,) = desk.take_finished().failed
+            (failed,) = (await news_of(desk)).failed
             assert str(getattr(failed.error, "reason", "")) == "cancelled"
             assert (await lent.wait_released()).cause == "released"
 
@@ -96,8 +95,7 @@ def test_a_pull_that_ends_by_a_bug_is_told_once_it_is_known_what_becomes_of_its_
             assert decode.data is not None
             desk, decode.data.deferred = EngineDesk(decode.engine), True
             monkeypatch.setattr(decode.engine, "_result_of", lambda request: 1 // 0)
-            params = group.make_params("r", [(0, [1])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, "r", [1], written=True)
             desk.submit([Pull(request_id="r", groups=[(0, [2])], params=params)])
             await until(lambda: decode.data and decode.data.running)
             [transfer] = decode.data.running
@@ -114,8 +112,7 @@ def test_a_pull_that_ends_by_a_bug_is_told_once_it_is_known_what_becomes_of_its_
                 while not desk.has_news:
                     sim.clock.advance(0.25)
                     await asyncio.sleep(0)
-            await until(lambda: desk.has_news)
-            told = desk.take_finished()
+            told = await news_of(desk)
             (failed,) = told.failed
             is_retired = fate == "retired"
             assert (failed.request_id, failed.is_held, told.returned) == ("r", is_retired, [])
@@ -135,13 +132,11 @@ def test_orders_of_which_no_end_is_told_are_told_as_failed_and_retired_once() ->
             assert decode.data is not None
             desk, decode.data.deferred = EngineDesk(decode.engine), True
             for number in range(2):
-                params = group.make_params(f"r{number}", [(0, [number])], 16, written=True)
-                prefill.engine.lend(params)
+                params, _ = prefill.lent(group, f"r{number}", [number], written=True)
                 desk.submit([Pull(request_id=f"r{number}", groups=[(0, [number])], params=params)])
             await until(lambda: decode.data and len(decode.data.running) == 2)
             decode.data.doubt(next(iter(decode.data.running)))
-            await until(lambda: desk.has_news)
-            (held,) = desk.take_finished().failed
+            (held,) = (await news_of(desk)).failed
             desk._abandon(RuntimeError("the loop is gone"))
             decode.data.finish()
             await until(lambda: not decode.engine.holds())
@@ -171,15 +166,14 @@ def test_what_the_loop_took_over_and_did_not_carry_out_is_refused_in_order_as_th
 
 
 @pytest.mark.nixl
-def test_who_hands_over_from_another_thread_is_refused_and_keeps_nobody_else_from_it() -> None:
+def test_a_step_handed_over_from_another_thread_is_refused_and_keeps_no_other_from_it() -> None:
     async def run() -> None:
         async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
             desk = EngineDesk(engine)
             with pytest.raises(WrongThread, match=r"desk\.submit was called from thread"):
                 await asyncio.to_thread(desk.submit, [Lend({"from": "elsewhere"})])
             desk.submit([Lend({"from": "here"})])
-            await until(lambda: desk.has_news)
-            (refused,) = desk.take_finished().refused
+            (refused,) = (await news_of(desk)).refused
             assert isinstance(refused.order, Lend)
             assert refused.order.params == {"from": "here"}
 
@@ -238,8 +232,7 @@ def test_orders_that_wait_do_not_put_the_turn_off(monkeypatch: pytest.MonkeyPatc
 
             monkeypatch.setattr(driver, "_turn", turned)
             for number in range(20):
-                params = group.make_params(f"r{number}", [(0, [number])], 16, written=True)
-                prefill.engine.lend(params)
+                params, _ = prefill.lent(group, f"r{number}", [number], written=True)
                 pull = Pull(request_id=f"r{number}", groups=[(0, [number])], params=params)
                 desk.submit([pull, Cancel(f"r{number}")])
             desk.carry_out()

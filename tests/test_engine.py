@@ -40,8 +40,7 @@ pytestmark = pytest.mark.anyio
 
 async def test_a_request_from_params_to_release(bench: Bench) -> None:
     async with bench.pair(nixl=NixlConfig()) as (prefill, decode, group):
-        params = group.make_params("req:1,\n", [(0, [3, 4, 9])], 40, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "req:1,\n", [3, 4, 9], 40, written=True)
         result = await decode.engine.pull("d1", [(0, [7, 5, 6])], params)
         with anyio.fail_after(10):
             end = await lent.wait_released()
@@ -84,8 +83,7 @@ async def test_many_requests_at_once(bench: Bench) -> None:
 
 async def test_a_full_prefix_hit_is_a_release_without_a_read(bench: Bench) -> None:
     async with bench.pair() as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
         result = await decode.engine.pull("d", [(16, [])], params)
         with anyio.fail_after(10):
             assert (await lent.wait_released()).cause == "released"
@@ -131,8 +129,7 @@ async def test_closing_is_idempotent_and_fails_what_waits(bench: Bench) -> None:
 async def test_a_cancelled_caller_leaves_no_hold_behind(bench: Bench) -> None:
     async with bench.pair() as (prefill, decode, group):
         # UCX may abort a process that closes an agent while its first connection is being made (docs/reliability.md).
-        first = group.make_params("first", [(0, [2])], 16)
-        prefill.engine.lend(first)
+        first, _ = prefill.lent(group, "first", [2])
         await decode.engine.pull("first", [(0, [2])], first)
         await until(lambda: decode.engine.statistics().gauges["pulls"] == 0)
         params = group.make_params("r", [(0, [1])], 16)
@@ -151,8 +148,7 @@ async def test_a_cancelled_caller_leaves_no_hold_behind(bench: Bench) -> None:
 async def test_cancel_at_every_turn_of_the_loop(sim: Bench, turns: int) -> None:
     async with sim.pair() as (prefill, decode, group):
         decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [1])], params))
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -293,8 +289,7 @@ async def test_one_bad_event_takes_no_others_along(
         monkeypatch.setattr(DecodeSide, "ended", ended)
         tasks = []
         for i in range(2):
-            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, f"r{i}", [i], written=True)
             tasks.append(asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [6 + i])], params, timeout_s=5.0)))
         await until(lambda: decode.data is not None and len(decode.data.running) == 2)
         with caplog.at_level(logging.ERROR, logger="asynckv"):
@@ -311,7 +306,7 @@ async def test_one_bad_event_takes_no_others_along(
         decode.engine._driver.soon()
 
 
-async def test_a_bug_while_a_peer_is_loaded_is_told_at_once_to_whoever_waits_for_it(
+async def test_a_bug_while_a_peer_is_loaded_is_told_at_once_to_the_pulls_that_wait_for_it(
     sim: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def broken(*args: Any) -> None:
@@ -319,8 +314,7 @@ async def test_a_bug_while_a_peer_is_loaded_is_told_at_once_to_whoever_waits_for
 
     async with sim.pair() as (prefill, decode, group):
         monkeypatch.setattr(decode.data, "add_remote_agent", broken)
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         begun = sim.clock.now()
         with anyio.fail_after(5), pytest.raises(PeerUnreachable, match="a bug of the plane's"):
             await decode.engine.pull("d", [(0, [6])], params)
@@ -393,8 +387,7 @@ async def test_a_read_whose_posting_raised_may_have_been_posted_and_holds_its_bl
             raise ZeroDivisionError("a bug of the plane's, after it had posted")
 
         monkeypatch.setattr(data, "post_read", post_read)
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
         with pytest.raises(ReadFailed, match="posting it failed: ZeroDivisionError") as caught:
             await decode.engine.pull("d", [(0, [6])], params, timeout_s=5.0)
         assert caught.value.held == {0: (6,)}
@@ -425,8 +418,7 @@ async def test_one_process_under_two_addresses_serves_both() -> None:
         # One of them goes: the other reads on.
         decode.engine.forget_peer(addresses[1])
         await asyncio.sleep(0)
-        params = group.make_params("r9", [(0, [9])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r9", [9], written=True)
         await decode.engine.pull("d9", [(0, [20])], params)
         assert decode.blocks([20]) == prefill.blocks([9])
 
@@ -437,8 +429,7 @@ async def test_a_living_peer_that_was_idle_is_met_again_without_a_new_connection
     async with bench.pair(pull=PullConfig(idle_s=0.02)) as (prefill, decode, group):
         fds = []
         for i in range(5):
-            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, f"r{i}", [i], written=True)
             await decode.engine.pull(f"d{i}", [(0, [10 + i])], params)
             assert decode.blocks([10 + i]) == prefill.blocks([i])
             await lent.wait_released()
@@ -450,7 +441,7 @@ async def test_a_living_peer_that_was_idle_is_met_again_without_a_new_connection
         assert fds[2] == fds[-1]
 
 
-async def test_leases_of_a_closed_engine_end_for_whoever_waits(sim: Bench) -> None:
+async def test_leases_of_a_closed_engine_end_for_callers_that_wait(sim: Bench) -> None:
     prefill = sim.side("prefill", 1)
     async with prefill.engine:
         group = PrefillRanks("prefill", [prefill.engine.endpoint])
@@ -504,8 +495,7 @@ async def test_lost_and_repeated_packets_change_nothing(sim: Bench) -> None:
     sim.network.fate = lambda sender, to, packet: next(fates)
     async with sim.pair() as (prefill, decode, group):
         for i in range(8):
-            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, f"r{i}", [i], written=True)
             task = asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [i + 8])], params))
             for _ in range(200):
                 for _ in range(5):
@@ -519,7 +509,7 @@ async def test_lost_and_repeated_packets_change_nothing(sim: Bench) -> None:
         sim.network.fate = lambda sender, to, packet: "deliver"
 
 
-async def test_a_lease_nobody_claims_expires(sim: Bench) -> None:
+async def test_a_lease_without_a_claim_expires(sim: Bench) -> None:
     async with sim.pair() as (prefill, _, group):
         lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
         await asyncio.sleep(0)
@@ -565,8 +555,7 @@ async def test_an_unknown_back_end_is_one_clear_error() -> None:
 @pytest.mark.nixl
 async def test_nothing_reaches_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     async with Bench(True).pair() as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         await decode.engine.pull("d", [(0, [1])], params)
     assert capfd.readouterr().out == ""
 
@@ -579,8 +568,7 @@ async def test_failures_are_logged_with_their_history(sim: Bench) -> None:
     configure_logging("debug", stream=stream)
     try:
         async with sim.pair(pull=PullConfig(timeout_s=2.0)) as (prefill, decode, group):
-            good = group.make_params("good", [(0, [1])], 16, written=True)
-            prefill.engine.lend(good)
+            good, _ = prefill.lent(group, "good", [1], written=True)
             await decode.engine.pull("d-good", [(0, [1])], good)
             bad = group.make_params("bad", [(0, [2])], 16, written=True)
             task = asyncio.create_task(decode.engine.pull("d-bad", [(0, [2])], bad))
@@ -629,8 +617,7 @@ async def test_an_application_without_structlog_hears_only_warnings(
 
 async def test_what_is_printed_says_what_it_is_and_no_secret(sim: Bench) -> None:
     async with sim.pair() as (prefill, _, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
         shown = repr(prefill.engine)
         assert shown.startswith("<Engine prefill/tp0@")
         assert ", running, sim://" in shown

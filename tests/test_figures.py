@@ -16,7 +16,7 @@ from scripts import figures
 from scripts.bench.__main__ import CASES
 from scripts.draw.drawing import DOCS
 from scripts.draw.figures import MARKS, figure, files, origin, shares_of, verdict
-from tests.test_readme import BENCH
+from tests.test_docs import BENCH
 
 RECORDED = json.loads(figures.FIGURES.read_text())
 UNITS = (

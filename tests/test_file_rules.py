@@ -219,8 +219,7 @@ async def test_moves_under_way_have_one_timer_and_a_closed_tier_none(
         timers.append(later(delay, call, *args, **more))
         return timers[-1]
 
-    tier = make(slow_s=4000.0)
-    tier.start()
+    tier = make(slow_s=4000.0).started()
     monkeypatch.setattr(loop, "call_later", call_later)
     for some in (records(1), records(2), records(3)):
         tier.plane.post(TransferId(100 + some[0].far), WRITE, some)
@@ -231,8 +230,7 @@ async def test_moves_under_way_have_one_timer_and_a_closed_tier_none(
 
 
 async def test_a_look_at_what_takes_long_is_followed_by_the_next(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = make(slow_s=4000.0)
-    tier.start()
+    tier = make(slow_s=4000.0).started()
     plane: Any = tier.plane
     tier.post(WRITE, records(1))
     first = plane._timer
@@ -247,8 +245,7 @@ async def test_a_look_at_what_takes_long_is_followed_by_the_next(make: Make, mon
 
 
 async def test_each_move_of_a_closed_tier_is_told_and_wakes_the_loop_anew(make: Make) -> None:
-    tier = make()
-    tier.start()
+    tier = make().started()
     tier.plane.close()
     for number in (1, 2):
         assert tier.post(READ, records(1)) == number
@@ -258,8 +255,7 @@ async def test_each_move_of_a_closed_tier_is_told_and_wakes_the_loop_anew(make: 
 async def test_what_had_ended_when_the_tier_was_closed_is_told_after_it_and_not_after_the_next_start(
     make: Make,
 ) -> None:
-    tier = make()
-    tier.start()
+    tier = make().started()
     await tier.store(records(*range(COUNT)))
     for again in (False, True):
         move = tier.post(WRITE, records(1))
@@ -275,8 +271,7 @@ async def test_what_had_ended_when_the_tier_was_closed_is_told_after_it_and_not_
 
 
 async def test_neighbours_are_not_taken_for_records_that_overlap(make: Make) -> None:
-    tier = make()
-    tier.start()
+    tier = make().started()
     some = records(*range(COUNT))
     assert some[0].far - some[1].far == SIZE
     await tier.store(some)

@@ -9,8 +9,10 @@ import json
 import math
 import pickle
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -30,49 +32,35 @@ from asynckv import (
 from asynckv.account.waits import waits_for
 from asynckv.account.watch import GATHER_S, PAUSE_S
 from asynckv.core.lease import LeaseState
+from asynckv.core.ledger import FEW, Kind, Ledger
 from asynckv.core.pull import PullRequest
-from asynckv.core.types import Outcome, Reason, rank_name
+from asynckv.core.rank import RankCore
+from asynckv.core.readers import Identity
+from asynckv.core.types import Address, Endpoint, Outcome, Reason, decode_params, rank_name
+from asynckv.errors import LocalProtocolError
 from asynckv.observe.log import phases
+from asynckv.scheduler import PrefillRanks
 from tests.engines import Bench, until
-from tests.world import BLOCK, NUM_BLOCKS, Rank, World, begin, make_layout
+from tests.world import BLOCK, NUM_BLOCKS, begin, make_layout, opened
 
 pytestmark = pytest.mark.anyio
-
-
-def pair(*, reuse: bool = True, **config: Any) -> tuple[World, Rank, Rank]:
-    world = World(EngineConfig(engine_id="x", **config), reuse=reuse)
-    return (
-        world,
-        world.add("prefill-host-1", make_layout(), engine_id="prefill", seed=1),
-        world.add("decode-host-2", make_layout(base=1 << 41), engine_id="decode", seed=2, epoch=5e5),
-    )
-
-
-def running(world: World, seconds: float, *, step: float = 0.5) -> None:
-    """Let time pass with every letter delivered, and nothing read to its end."""
-    for _ in range(round(seconds / step)):
-        world.advance(step)
-        world.deliver_all()
 
 
 # -- the list ----------------------------------------------------------------------------------------
 
 
 def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params, _ = world.lent(prefill, "req", [3])
     world.announce(decode, "d-req", params, 300.0)
     world.deliver_all()
-    running(world, 60.0)
+    world.live(60.0)
     assert decode.inspect.holds(world.time(decode)) == ()
     (request,) = decode.inspect.requests(world.time(decode))
     assert (request.kind, request.request_id, request.prefill_request_id) == ("announced", "d-req", "req")
     assert (request.state, request.blocks, request.attempt) == ("announced", 0, 1)
     assert (request.age_s, request.state_s, request.left_s) == pytest.approx((60.0, 60.0, 240.0))
-    assert (
-        request.waits
-        == "announced and never pulled; its lease is renewed at prefill/tp0@prefill- (world://prefill-host-1)"
-    )
+    assert request.waits == "announced and never pulled; its lease is renewed at prefill/tp0@prefill- (world://prefill)"
     (rank,) = request.ranks
     assert (rank.rank, rank.state, rank.bytes_planned) == ("prefill/tp0@prefill-", "granted", 0)
     assert rank.granted_s is not None
@@ -80,18 +68,18 @@ def test_an_announcement_that_is_never_pulled_is_listed_though_it_holds_no_block
     # And the other side names the reader that renews.
     (lease,) = prefill.inspect.requests(world.time(prefill))
     assert (lease.kind, lease.state, lease.blocks, lease.sequence) == ("lease", "lent", 1, request.sequence)
-    assert lease.waits == "claimed and renewed by decode/tp0@decode-h"
+    assert lease.waits == "claimed and renewed by decode/tp0@decode-1"
     (reader,) = lease.ranks
-    assert (reader.rank, reader.state, reader.pull_id) == ("decode/tp0@decode-h", "granted", request.pull_id)
+    assert (reader.rank, reader.state, reader.pull_id) == ("decode/tp0@decode-1", "granted", request.pull_id)
     assert reader.heard_s is not None
     assert reader.heard_s < 5
 
 
 def test_what_waits_for_its_turn_to_be_told_of_is_told_as_it_is_then() -> None:
     """A lease is overdue unclaimed, and claimed before it is said."""
-    world, prefill, decode = pair(lease=LeaseConfig(lease_s=30.0))
+    world, prefill, decode = opened(lease=LeaseConfig(lease_s=30.0))
     params, _ = world.lent(prefill, "req", [3])
-    running(world, 10.0)
+    world.live(10.0)
     assert prefill.watch.next_at < math.inf
     world.announce(decode, "d-req", params, 300.0)
     world.deliver_all()
@@ -100,11 +88,11 @@ def test_what_waits_for_its_turn_to_be_told_of_is_told_as_it_is_then() -> None:
     (lease,) = prefill.inspect.requests(world.time(prefill))
     assert lease.ranks[0].state == "granted"
     (held,) = prefill.watch.tick(prefill.watch.next_at)
-    assert held.waits == "claimed and renewed by decode/tp0@decode-h"
+    assert held.waits == "claimed and renewed by decode/tp0@decode-1"
 
 
 def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
-    world, prefill, decode = pair(pull=PullConfig(max_post_bytes=64))
+    world, prefill, decode = opened(pull=PullConfig(max_post_bytes=64))
     params = world.params([prefill], "req", [3], 4)
     pull = world.pull(decode, "d", [9], params, timeout=100)
 
@@ -136,20 +124,19 @@ def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
 
 
 def test_a_reader_that_is_gone_is_listed_with_when_it_was_last_heard_of() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params, readers=2)
+    world, prefill, decode = opened()
+    params, lease = world.lent(prefill, "req", [3], written=True, readers=2)
     world.pull(decode, "d", [9], params)
     world.deliver_all()
     del world.ranks[decode.name]
     world.advance(25.0)
     (request,) = prefill.inspect.requests(world.time(prefill))
     gone, nobody = request.ranks
-    assert (gone.rank, gone.state, gone.granted_s) == ("decode/tp0@decode-h", "lapsed", None)
+    assert (gone.rank, gone.state, gone.granted_s) == ("decode/tp0@decode-1", "lapsed", None)
     assert gone.heard_s == pytest.approx(25.0)
     assert (nobody.rank, nobody.state, nobody.heard_s) == ("*", "unclaimed", None)
-    assert request.waits == "claimed and no longer renewed by decode/tp0@decode-h; not claimed by another decode engine"
-    assert waits_for(lease) == ("decode/tp0@decode-h", "*")
+    assert request.waits == "claimed and no longer renewed by decode/tp0@decode-1; not claimed by another decode engine"
+    assert waits_for(lease) == ("decode/tp0@decode-1", "*")
     assert lease.owed() == ("decode/tp0", "*")
     assert lease.state is LeaseState.LENT
 
@@ -181,7 +168,7 @@ async def test_a_request_between_two_attempts_is_listed(sim: Bench) -> None:
 def test_a_lease_is_warned_of_after_its_fraction_and_at_each_doubling(
     lease_s: float, fraction: float, renewals: int
 ) -> None:
-    world, prefill, decode = pair(log=LogConfig(held_fraction=fraction), lease=LeaseConfig(grant_s=1000.0))
+    world, prefill, decode = opened(log=LogConfig(held_fraction=fraction), lease=LeaseConfig(grant_s=1000.0))
     params, lease = world.lent(prefill, "req", [3], lease_s=lease_s)
     if renewals:
         world.announce(decode, "d", params, 1e6)
@@ -204,19 +191,19 @@ def test_a_lease_is_warned_of_after_its_fraction_and_at_each_doubling(
 
 def test_nothing_is_said_where_it_is_turned_off_or_all_is_well() -> None:
     for log, seconds in ((LogConfig(held_fraction=0), 100.0), (LogConfig(), 9.0)):
-        world, prefill, decode = pair(log=log)
+        world, prefill, decode = opened(log=log)
         params, _ = world.lent(prefill, "req", [3])
         world.announce(decode, "d", params, 300.0)
-        running(world, seconds)
+        world.live(seconds)
         assert prefill.said == decode.said == []
 
 
 def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params, _ = world.lent(prefill, "req", [3])
     world.announce(decode, "d", params, 300.0)
     world.deliver_all()
-    running(world, 50.0, step=0.05)
+    world.live(50.0, step=0.05)
     for side in (prefill, decode):
         assert [t - side.epoch for t, _ in side.said] == pytest.approx([10.25, 20.25, 40.25], abs=0.1)
     assert {(s.state, s.number) for _, s in decode.said} == {("announced", 1)}
@@ -226,25 +213,25 @@ def test_an_announcement_is_warned_of_on_the_side_that_does_not_pull() -> None:
 
 
 def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4, written=True)
     world.announce(decode, "d", params, 300.0)
     world.deliver_all()
-    running(world, 9.0)
+    world.live(9.0)
     world.lend(prefill, params)
     pull = begin(decode.core, PullRequest("d", [(0, [9])], params), 100.0, world.time(decode))
     world.settle(decode)
     world.deliver_all()
-    running(world, 9.0)
+    world.live(9.0)
     assert decode.said == []
-    running(world, 2.0)
+    world.live(2.0)
     ((_, said),) = decode.said
     assert (said.state, said.number, said.oldest) == ("reading", 1, (pull,))
     assert said.waits.startswith("still reading from prefill/tp0@prefill- (world://")
 
 
-def test_a_release_that_nobody_acknowledges_is_said_as_long_as_it_is_repeated() -> None:
-    world, prefill, decode = pair(pull=PullConfig(gone_s=1000.0))
+def test_an_unacknowledged_release_is_said_as_long_as_it_is_repeated() -> None:
+    world, prefill, decode = opened(pull=PullConfig(gone_s=1000.0))
     params, _ = world.lent(prefill, "req", [3], written=True)
     pull = world.pull(decode, "d", [9], params)
     for _ in range(4):
@@ -260,12 +247,12 @@ def test_a_release_that_nobody_acknowledges_is_said_as_long_as_it_is_repeated() 
         ("notifying", 1, 10),
         ("notifying", 1, 20),
     ]
-    assert decode.said[0][1].waits == "the release is not acknowledged by prefill/tp0@prefill- (world://prefill-host-1)"
+    assert decode.said[0][1].waits == "the release is not acknowledged by prefill/tp0@prefill- (world://prefill)"
     assert decode.core.is_idle
 
 
 def test_two_thousand_leases_of_a_reader_that_died_are_a_line_in_ten_seconds() -> None:
-    world, prefill, _ = pair(reuse=False)
+    world, prefill, _ = opened(reuse=False)
     leases = []
     for i in range(2000):
         params = world.params([prefill], f"r{i}", [i % NUM_BLOCKS], BLOCK, lease_s=600.0)
@@ -283,7 +270,7 @@ def test_two_thousand_leases_of_a_reader_that_died_are_a_line_in_ten_seconds() -
 
 
 def test_what_is_held_for_twice_as_long_before_it_was_said_is_counted_once() -> None:
-    world, prefill, _ = pair()
+    world, prefill, _ = opened()
     for i, lease_s in enumerate((24.0, 27.0, 27.0, 27.0)):
         world.lend(prefill, world.params([prefill], f"r{i}", [i], BLOCK, lease_s=lease_s))
     # After 8 and 16 seconds, and after 9 and 18: but there is a pause.
@@ -292,7 +279,7 @@ def test_what_is_held_for_twice_as_long_before_it_was_said_is_counted_once() -> 
 
 
 def test_of_many_kinds_the_largest_are_named_and_all_are_counted() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     for i in range(12):
         params, _ = world.lent(prefill, f"r{i}", [i])
         for _ in range(2 if i == 11 else 1):
@@ -363,17 +350,17 @@ async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_starte
 
 
 def test_what_a_program_compares_names_the_place_and_not_the_process() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params, lease = world.lent(prefill, "req", [3], written=True)
     world.pull(decode, "d", [9], params)
     world.run()
     ((reader, discharge),) = lease.discharged.items()
-    assert (str(reader), discharge.name, discharge.outcome) == ("decode/tp0", "decode/tp0@decode-h", Outcome.COMPLETE)
+    assert (str(reader), discharge.name, discharge.outcome) == ("decode/tp0", "decode/tp0@decode-1", Outcome.COMPLETE)
     # A pull's name is marked as such, after its reader's.
     notes = [str(what) for _, what in lease.history]
     pull_id = decode.ended[0].pull_id
-    assert notes[1] == f"granted to decode/tp0@decode-h, pull {pull_id}"
-    assert notes[2] == f"released by decode/tp0@decode-h, pull {pull_id}: complete"
+    assert notes[1] == f"granted to decode/tp0@decode-1, pull {pull_id}"
+    assert notes[2] == f"released by decode/tp0@decode-1, pull {pull_id}: complete"
 
 
 # -- what is logged ----------------------------------------------------------------------------------
@@ -540,9 +527,113 @@ async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
 
 
 def test_phases_of_a_pull_that_was_never_pulled_are_its_announcement() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     pull = world.announce(decode, "d", params, 20.0)
-    running(world, 25.0)
+    world.live(25.0)
     assert (pull.reason, pull.failed_in) == (Reason.TIMEOUT, "announced")
     assert phases(pull)["announced"] == pytest.approx(20.0)
+
+
+# -- The ledger of held blocks ----------------------------------------------------------------------------------------
+
+MANY = [*range(20, 21 + 2 * FEW)]
+"""Blocks beside which one is held as one of many."""
+
+
+def take(ledger: Ledger, holder: str, kind: Kind, request_id: str, groups: Mapping[int, Sequence[int]]) -> None:
+    ledger.hold(holder, kind, request_id, ledger.check(kind, groups), 0.0)
+
+
+def test_a_page_is_one_block_whatever_group_names_it() -> None:
+    ledger = Ledger([10, 8, 10], (0, 1, 0))
+    take(ledger, "lease", "lent", "r1", {0: [5], 1: [3]})
+    with pytest.raises(LocalProtocolError, match="block 5 of group 2 cannot be filled: it is lent to 'r1'"):
+        take(ledger, "pull", "writing", "r2", {2: [5]})
+    take(ledger, "other", "lent", "r3", {2: [5]})
+    take(ledger, "pull", "writing", "r2", {1: [5], 2: [6]})
+    assert (ledger.num_held("lent"), ledger.num_held("writing")) == (2, 2)
+    assert ledger.audit() == []
+    with pytest.raises(LocalProtocolError, match="block 7 is named in two groups that share its page"):
+        take(ledger, "two", "writing", "r4", {0: [7], 2: [7]})
+    for holder in ("lease", "other", "pull"):
+        ledger.drop(holder)
+    assert (ledger.num_held("lent"), ledger.num_held("writing"), len(ledger)) == (0, 0, 0)
+    take(ledger, "pull", "writing", "r2", {2: [5, -1]})
+    assert ledger.audit() == []
+
+
+def test_a_rank_knows_which_of_its_groups_see_the_same_pages() -> None:
+    """One page is lent through one group at a time, and never filled through another while it is lent."""
+    whole = make_layout(layers=2)
+    shared = (whole.views[0], msgspec.structs.replace(whole.views[1], memory=0, group=1))
+    groups = tuple(msgspec.structs.replace(whole.groups[0], name=name) for name in "ab")
+    layout = msgspec.structs.replace(whole, memories=whole.memories[:1], groups=groups, views=shared)
+    core = RankCore(Identity("p", "a" * 32, "agent", b"", layout), EngineConfig(engine_id="p"))
+    group = PrefillRanks("p", [Endpoint(0, Address("tcp://127.0.0.1:1"), "a" * 32)])
+
+    def lend(name: str, *blocks: int) -> None:
+        core.lend(decode_params(group.make_params(name, [(0, [b]) for b in blocks], BLOCK, written=True)), 1, 0.0)
+
+    with pytest.raises(LocalProtocolError, match="block 3 is named in two groups that share its page"):
+        lend("both", 3, 3)
+    lend("apart", 3, 4)
+    with pytest.raises(LocalProtocolError, match="block 3 of group 1 cannot be filled: it is lent to 'apart'"):
+        core.ledger.check("writing", {1: [3]})
+    assert core.ledger.num_held("lent") == 2
+
+
+@pytest.mark.parametrize("beside", [[], MANY], ids=["few", "many"])
+def test_dropping_one_lender_leaves_the_others(beside: list[int]) -> None:
+    ledger = Ledger([100])
+    for name in ("one", "two"):
+        take(ledger, name, "lent", name, {0: [5, *beside]})
+    ledger.drop("one")
+    assert ledger.audit() == []
+    assert [h.holder for h in ledger.holders_of(0, 5)] == ["two"]
+    with pytest.raises(LocalProtocolError, match=r"block 5 of group 0 cannot be filled: it is lent to 'two'"):
+        take(ledger, "pull", "writing", "r", {0: [5]})
+    ledger.drop("two")
+    take(ledger, "pull", "writing", "r", {0: [5]})
+
+
+@pytest.mark.parametrize("beside", [[], MANY], ids=["few", "many"])
+@pytest.mark.parametrize(("held", "wanted"), [("lent", "writing"), ("writing", "lent"), ("writing", "writing")])
+def test_a_writer_is_alone(held: Kind, wanted: Kind, beside: list[int]) -> None:
+    ledger = Ledger([100])
+    take(ledger, "holder", held, "theirs", {0: [5, *beside]})
+    for blocks in ([7, 5], [5, 7, *range(60, 60 + 2 * FEW)]):
+        with pytest.raises(LocalProtocolError, match=r"block 5 of group 0 cannot be .* wait until it is returned"):
+            take(ledger, "other", wanted, "ours", {0: blocks})
+        # What was refused took nothing.
+        assert (ledger.audit(), ledger.get("other")) == ([], None)
+        assert ledger.holders_of(0, 7) == []
+
+
+BLOCKS = st.lists(st.integers(-1, 39), unique=True, max_size=40)
+STEP = st.tuples(st.sampled_from("abcd"), st.sampled_from(["lent", "writing", "drop"]), BLOCKS)
+
+
+@given(st.lists(STEP, max_size=20))
+def test_the_ledger_is_a_set_of_holders_per_block(steps: Sequence[tuple[str, str, list[int]]]) -> None:
+    ledger, model = Ledger([40]), dict[str, tuple[str, set[int]]]()
+    for holder, how, given_blocks in steps:
+        blocks = {b for b in given_blocks if b >= 0}
+        if how == "drop":
+            ledger.drop(holder)
+            model.pop(holder, None)
+        elif holder in model:
+            continue
+        elif any(blocks & theirs and "writing" in (how, kind) for kind, theirs in model.values()):
+            with pytest.raises(LocalProtocolError):
+                take(ledger, holder, "lent" if how == "lent" else "writing", holder, {0: given_blocks})
+        else:
+            take(ledger, holder, "lent" if how == "lent" else "writing", holder, {0: given_blocks})
+            model[holder] = how, blocks
+        assert ledger.audit() == []
+        assert {h.holder for h in ledger} == set(model)
+        for block in range(40):
+            assert {h.holder for h in ledger.holders_of(0, block)} == {h for h, (_, x) in model.items() if block in x}
+        for kind in ("lent", "writing"):
+            held = {b for how_held, theirs in model.values() if how_held == kind for b in theirs}
+            assert ledger.num_held("lent" if kind == "lent" else "writing") == len(held)

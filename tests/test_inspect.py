@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import math
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from asynckv import EngineConfig, InspectConfig
+from asynckv import EngineConfig, EngineDesk, EngineThread, InspectConfig, LeaseConfig, Metrics
 from asynckv.account import survey
 from asynckv.account.inspect import MAX_RANKS, _rank_state
 from asynckv.account.values import MAX_ACCOUNT, Account, decode_account
 from asynckv.arguments import MAX_NAME
 from asynckv.core.peer import PeerState
-from asynckv.core.types import Address, Cohort, ReplyTo
+from asynckv.core.types import Address, Cohort, Reason, ReplyTo
 from asynckv.core.wire import MAX_TOLD, Claim, Status, StatusRequest, encode_packet
+from asynckv.embed import Announce, Cancel, Lend, Pull
 from asynckv.errors import RemoteProtocolError
-from tests.world import Rank, World, make_layout
-
-
-def prefill_rank(world: World, num_blocks: int = 12) -> Rank:
-    return world.add("p", make_layout(num_blocks=num_blocks))
+from asynckv.told import StepWait
+from tests.engines import Bench, Side, memory, until
+from tests.observed import registered
+from tests.world import Rank, World, alone, make_layout, opened
 
 
 def asked(world: World, rank: Rank, *questions: StatusRequest, source: bytes = b"asker") -> list[Status]:
@@ -57,9 +60,8 @@ def pages(world: World, rank: Rank, most: int, between: object = lambda page: No
         between(len(found))  # type: ignore[operator]
 
 
-def test_it_says_who_holds_what_since_when_and_waiting_for_whom() -> None:
-    world = World()
-    prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
+def test_an_account_says_which_request_holds_what_since_when_and_what_it_waits_for() -> None:
+    world, prefill, decode = opened()
     first, second = (world.params([prefill], f"p{n}", [n], 4, lease_s=20.0) for n in (1, 2))
     world.lend(prefill, first)
     world.now = 2.0
@@ -68,24 +70,24 @@ def test_it_says_who_holds_what_since_when_and_waiting_for_whom() -> None:
     world.deliver_all()
     world.now = 3.0
     seen = account(world, prefill)
-    assert (seen.engine_id, seen.rank, seen.refused) == ("p", "p/tp0@p-0", "")
+    assert (seen.engine_id, seen.rank, seen.refused) == ("prefill", "prefill/tp0@prefill-", "")
     assert [(x.kind, x.phase, x.number, x.oldest_s) for x in seen.counts] == [
         ("lease", "granted", 1, 1.0),
         ("lease", "unclaimed", 1, 3.0),
     ]
     assert [(x.request_id, x.age_s, x.waits) for x in seen.requests] == [
         ("p1", 3.0, "not claimed by any reader"),
-        ("p2", 1.0, "claimed and renewed by d/tp0@d-1"),
+        ("p2", 1.0, "claimed and renewed by decode/tp0@decode-1"),
     ]
     assert [(x.request_id, x.blocks, x.waits_for) for x in seen.holds] == [
         ("p1", {0: (1,)}, ("*",)),
-        ("p2", {0: (2,)}, ("d/tp0@d-1",)),
+        ("p2", {0: (2,)}, ("decode/tp0@decode-1",)),
     ]
     assert (seen.num_readers, seen.budgets["blocks_held"]) == (1, (2, 12))
     reads = account(world, decode)
     (announced,) = reads.requests
     assert (announced.kind, announced.prefill_request_id, announced.sequence) == ("announced", "p2", 1)
-    assert [(x.rank, x.state, x.pulls) for x in reads.peers] == [("p/tp0@p-0", "ready", 1)]
+    assert [(x.rank, x.state, x.pulls) for x in reads.peers] == [("prefill/tp0@prefill-", "ready", 1)]
     assert reads.num_peers == {"ready": 1}
     (straggler,) = decode.inspect.stragglers(world.time(decode))
     assert (straggler.request_id, straggler.reason, straggler.held_s) == ("d2", "announced", 1.0)
@@ -105,8 +107,7 @@ def test_a_grant_is_over_at_its_last_moment() -> None:
 
 def test_of_one_request_all_is_told() -> None:
     """Its history, and the messages about it that were turned down."""
-    world = World()
-    prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     params, _ = world.lent(prefill, "p1", [1])
     world.now = 1.0
     claim = Claim(params.key, "p1", decode.core.cohort, "d-1", 1, bytes(16), 5.0)
@@ -114,7 +115,7 @@ def test_of_one_request_all_is_told() -> None:
     world.now = 3.0
     (alone,) = account(world, prefill, request_id="p1").requests
     ((ago, what, reason, name, detail),) = alone.refused
-    assert (ago, what, reason, name) == (2.0, "claim", "blocks_differ", "d/tp0@d-1")
+    assert (ago, what, reason, name) == (2.0, "claim", "blocks_differ", "decode/tp0@d-1")
     assert "other blocks" in detail
     assert alone.history[0] == (0.0, "lent")
     world.now = 4.0
@@ -122,10 +123,9 @@ def test_of_one_request_all_is_told() -> None:
     assert (among_others.refused[0][0], among_others.history) == (3.0, ())
 
 
-def test_it_tells_no_token() -> None:
+def test_an_account_tells_no_token() -> None:
     """A reader of one could release what it never read."""
-    world = World()
-    prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     params = [world.params([prefill], f"p{n}", [n], 4) for n in (1, 2)]
     for each in params:
         world.lend(prefill, each)
@@ -140,8 +140,7 @@ def test_it_tells_no_token() -> None:
 
 @pytest.mark.parametrize("most", [1, 3, 7, 256])
 def test_pages_tell_all_of_both_sides_once_and_the_oldest_first(most: int) -> None:
-    world = World()
-    prefill, both = prefill_rank(world), world.add("b", make_layout(base=1 << 41))
+    world, prefill, both = opened()
     for n in range(9):
         world.now += n % 3  # some begin at the very same moment
         if n % 2:
@@ -159,8 +158,7 @@ def test_pages_tell_all_of_both_sides_once_and_the_oldest_first(most: int) -> No
 @pytest.mark.parametrize("most", [1, 2, 256])
 def test_what_was_announced_and_is_pulled_keeps_its_place(most: int) -> None:
     """Though the call that counts for it came later than those of others, none is left out behind it."""
-    world = World()
-    prefill, decode = prefill_rank(world), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     params = [world.params([prefill], f"p{n}", [n], 4) for n in range(4)]
     for n, each in enumerate(params):
         world.now = float(n)
@@ -172,8 +170,7 @@ def test_what_was_announced_and_is_pulled_keeps_its_place(most: int) -> None:
 
 
 def test_what_ends_between_pages_hides_nothing_else() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+    world, prefill = alone()
     leases = []
     for n in range(12):
         world.now += 0.5
@@ -189,8 +186,7 @@ def test_what_ends_between_pages_hides_nothing_else() -> None:
 
 def test_all_ages_in_an_answer_are_of_one_moment() -> None:
     """Or what is told in a later turn would seem older than it is."""
-    world = World()
-    prefill = prefill_rank(world)
+    world, prefill = alone()
     for n in range(200):
         world.now += 0.001
         world.lend(prefill, world.params([prefill], f"p{n}", [n % 12], 4, lease_s=1000.0))
@@ -206,21 +202,18 @@ def test_all_ages_in_an_answer_are_of_one_moment() -> None:
 
 @pytest.mark.parametrize("place", ["x", "-1", "0x1", "1.0", "1 2", " 1", "\0"])
 def test_a_place_that_is_none_is_refused(place: str) -> None:
-    world = World()
-    assert "the cursor (after) is not a number" in account(world, prefill_rank(world), after=place).refused
+    assert "the cursor (after) is not a number" in account(*alone(), after=place).refused
 
 
-def test_a_place_of_somebody_elses_making_is_only_a_number() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+def test_a_made_up_cursor_is_only_a_number() -> None:
+    world, prefill = alone()
     world.lend(prefill, world.params([prefill], "p1", [1], 4))
     assert [x.request_id for x in account(world, prefill).requests] == ["p1"]
     assert account(world, prefill, after="9" * 200).requests == ()
 
 
-def test_who_asks_too_often_is_told_so_and_others_are_answered() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+def test_an_asker_that_asks_too_often_is_told_so_and_others_are_answered() -> None:
+    world, prefill = alone()
     said = asked(world, prefill, *[StatusRequest(n, 1) for n in range(survey.BURST + 3)])
     refusals = [x for status in said if (x := decode_account(status.account)).refused]
     assert len(said) == survey.BURST + 3
@@ -231,9 +224,8 @@ def test_who_asks_too_often_is_told_so_and_others_are_answered() -> None:
     assert not decode_account(status.account).refused
 
 
-def test_many_who_ask_are_bounded_together() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+def test_many_askers_are_bounded_together() -> None:
+    world, prefill = alone()
     said = [
         status
         for n in range(200)
@@ -247,9 +239,8 @@ def test_many_who_ask_are_bounded_together() -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_who_asks_on_and_on_is_not_answered_any_more(enabled: bool) -> None:
-    world = World(EngineConfig(engine_id="x", inspect=InspectConfig(enabled=enabled)))
-    prefill = prefill_rank(world)
+def test_an_asker_that_never_stops_is_not_answered_any_more(enabled: bool) -> None:
+    world, prefill = alone(inspect=InspectConfig(enabled=enabled))
     core, now = prefill.core, world.time(prefill)
     for _ in range(20):
         core.receive(ReplyTo(b"way"), encode_packet("s", "", [StatusRequest(n, 1) for n in range(50)]), now)
@@ -263,8 +254,7 @@ def test_who_asks_on_and_on_is_not_answered_any_more(enabled: bool) -> None:
 
 
 def test_to_look_for_one_among_many_costs_more() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+    world, prefill = alone()
     for n in range(survey.LOOKED_PER_TOKEN // 8):
         world.lend(prefill, world.params([prefill], f"p{n}", [n % 12], 4))
 
@@ -278,8 +268,7 @@ def test_to_look_for_one_among_many_costs_more() -> None:
 
 
 def test_a_question_that_is_repeated_while_it_waits_is_answered_once() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+    world, prefill = alone()
     said: list[Status] = []
     for source in (b"one", b"one", b"another"):
         assert prefill.survey.ask(source, StatusRequest(7, 1), said.append, world.time(prefill))
@@ -288,8 +277,7 @@ def test_a_question_that_is_repeated_while_it_waits_is_answered_once() -> None:
 
 
 def test_an_engine_may_say_nothing_and_says_that() -> None:
-    world = World(EngineConfig(engine_id="x", inspect=InspectConfig(enabled=False)))
-    prefill, stranger = prefill_rank(world), world.add("s", make_layout(base=1 << 41))
+    world, prefill, stranger = opened(inspect=InspectConfig(enabled=False))
     world.lend(prefill, world.params([prefill], "p1", [1], 4))
     for question in (StatusRequest(1), StatusRequest(2, 1)):
         prefill.core.receive(ReplyTo(b"way"), encode_packet("s", "", [question]), world.time(prefill))
@@ -298,12 +286,11 @@ def test_an_engine_may_say_nothing_and_says_that() -> None:
         assert isinstance(status, Status)
         assert (status.nonce, status.gauges) == (question.nonce, {})
         assert "turned off" in decode_account(status.account).refused
-    assert stranger.address == Address("world://s")
+    assert stranger.address == Address("world://decode")
 
 
-def test_who_knows_of_no_account_gets_gauges_as_ever() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+def test_an_asker_that_knows_of_no_account_gets_gauges_as_ever() -> None:
+    world, prefill = alone()
     prefill.core.receive(ReplyTo(b"way"), encode_packet("s", "", [StatusRequest(1)]), world.time(prefill))
     ((status,),) = prefill.core.outbox.messages.values()
     assert isinstance(status, Status)
@@ -312,8 +299,7 @@ def test_who_knows_of_no_account_gets_gauges_as_ever() -> None:
 
 def test_names_of_whatever_length_fit_an_answer() -> None:
     """One claim says of how many ranks its engine is, and what it is called: four bytes a letter."""
-    world = World()
-    prefill = prefill_rank(world)
+    world, prefill = alone()
     cohort = Cohort("\U0001f600" * MAX_NAME, 4096, 0, 1, 0)
     for n in range(4):
         params = world.params([prefill], f"p{n}", [n], 4)
@@ -326,9 +312,8 @@ def test_names_of_whatever_length_fit_an_answer() -> None:
     assert {len(x.waits_for) for page in found for x in page.holds} == {MAX_RANKS}
 
 
-def test_a_bug_in_one_answer_keeps_nobody_else_from_his() -> None:
-    world = World()
-    prefill = prefill_rank(world)
+def test_a_bug_in_one_answer_keeps_no_other_asker_from_its_own() -> None:
+    _, prefill = alone()
     said: list[Status] = []
     prefill.survey.facts = lambda: 1 / 0  # type: ignore[assignment,return-value]
     for n in (1, 2):
@@ -336,7 +321,7 @@ def test_a_bug_in_one_answer_keeps_nobody_else_from_his() -> None:
     with pytest.raises(ZeroDivisionError):
         prefill.survey.tick(0.0)
     del prefill.survey.facts
-    prefill.survey.facts = type(account(World(), prefill_rank(World())).facts)
+    prefill.survey.facts = type(account(*alone()).facts)
     while prefill.survey.next_at <= 0.0:
         prefill.survey.tick(0.0)
     assert [status.nonce for status in said] == [2]
@@ -351,7 +336,7 @@ def test_an_account_that_is_too_long_is_not_looked_at() -> None:
 def test_no_turn_is_long_where_there_is_much() -> None:
     """50,000 leases, a page of 256 of them: no turn of more than 32 has an eighth of the page's time."""
     world = World(reuse=False)
-    prefill = prefill_rank(world, num_blocks=50_000)
+    prefill = world.add("p", make_layout(num_blocks=50_000))
     for n in range(50_000):
         world.now += 1e-4
         prefill.core.lend(world.params([prefill], f"p{n}", [n], 4, lease_s=1000.0), 1, world.time(prefill))
@@ -368,3 +353,157 @@ def test_no_turn_is_long_where_there_is_much() -> None:
         after = decode_account(said[0].account).after
         longest.append(max(turns) / sum(turns))
     assert min(longest) < 1 / 8
+
+
+# -- Waits for a step of the engine around it -------------------------------------------------------------------------
+
+LEASE_S = LeaseConfig().lease_s
+
+LEASE = LeaseConfig(lease_s=30.0)
+
+
+def waits(world: World, rank: Rank) -> dict[str, StepWait]:
+    """Return what all three outputs read, after comparing it with the answer to a live question."""
+    found = rank.inspect.waits_for_step(world.time(rank))
+    assert account(world, rank).waits_for_step == found
+    return found
+
+
+async def pass_s(sim: Bench, seconds: float) -> None:
+    for _ in range(round(seconds / 0.5)):
+        sim.clock.advance(0.5)
+        await asyncio.sleep(0)
+
+
+def shown(side: Side) -> dict[str, float]:
+    registry = registered(Metrics(side.engine))
+    samples = [x for family in registry.collect() for x in family.samples]
+    return {x.labels["what"]: x.value for x in samples if x.name == "asynckv_waits_for_step_seconds"}
+
+
+@pytest.mark.anyio
+async def test_results_that_are_not_taken_are_logged_answered_and_shown(
+    sim: Bench, events: list[dict[str, Any]]
+) -> None:
+    async with sim.pair(lease=LEASE) as (prefill, decode, group):
+        desks = prefill_desk, desk = EngineDesk(prefill.engine), EngineDesk(decode.engine)
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill_desk.submit([Lend(params)])
+        desk.submit([Pull(request_id="d", groups=[(0, [6])], params=params)])
+        await until(lambda: all(each.has_news for each in desks))
+        told_at = sim.clock.now()
+        await pass_s(sim, 40.0)
+        waited_s = sim.clock.now() - told_at
+        for side in (prefill, decode):
+            wait = side.engine._driver.inspect.waits_for_step(sim.clock.now())
+            assert list(wait) == ["result"]
+            assert (wait["result"].number, abs(wait["result"].seconds - waited_s) < 0.01) == (1, True)
+            assert shown(side) == {"result": wait["result"].seconds, "announcement": 0.0, "claim": 0.0}
+        said = [e["waits_for_step"] for e in events if e["event"] == "engine_alive" and e.get("waits_for_step")]
+        assert [x["result"]["number"] for x in said] == [1] * 4
+        for each in desks:
+            each.take_finished()
+        so_far = len([*events])
+        await pass_s(sim, 3600.0)
+        idle = [e for e in [*events][so_far:] if e["event"] == "engine_alive"]
+        assert (len(idle), [e for e in idle if e.get("waits_for_step")]) == (2 * 3600 // 15, []), "an hour of idling"
+        assert shown(decode) == {"result": 0.0, "announcement": 0.0, "claim": 0.0}
+        desk.submit([Cancel("d", {"nonsense": 1})])  # refused, and no scheduler waits for that
+        await until(lambda: desk.has_news)
+        await pass_s(sim, 5.0)
+        assert decode.engine._driver.inspect.waits_for_step(sim.clock.now()) == {}
+
+
+def test_announcements_wait_for_an_engine_that_makes_no_steps_also_when_they_were_let_go() -> None:
+    world, prefill, decode = opened()
+    params, _ = world.lent(prefill, "r", [3], written=True)
+    decode.core.decode.alive_at = world.time(decode)
+    world.now += 2.0
+    pull = world.announce(decode, "d", params, 3600.0)
+    world.run()
+    for seconds in range(1, 61):
+        world.run(1.0)
+        found = waits(world, decode)["announcement"]
+        assert found.number == 1
+        # Once the announcement was let go, the wait goes on: its engine still owes a pull or a cancellation.
+        assert found.seconds == (seconds + 2.0 if pull.reason else seconds)
+    assert pull.reason is Reason.STANDSTILL
+    decode.core.decode.alive_at = world.time(decode)
+    world.run(10.0)
+    assert waits(world, decode) == {}
+
+
+@pytest.mark.parametrize("alive", [True, False], ids=["makes steps", "runs this loop itself"])
+def test_announcements_wait_for_no_step_of_an_engine_that_makes_steps_or_runs_this_loop(*, alive: bool) -> None:
+    world, prefill, decode = opened()
+    params, _ = world.lent(prefill, "r", [3], written=True)
+    decode.core.announce("d", params, "", 3600.0, world.time(decode))
+    for _ in range(120):
+        decode.core.decode.alive_at = world.time(decode) if alive else math.inf
+        world.run(0.5)
+        assert waits(world, decode) == {}
+
+
+def test_a_claim_waits_for_a_lend_as_long_as_it_is_repeated() -> None:
+    world, prefill, decode = opened()
+    params = [world.params([prefill], f"r{i}", [i + 1], 4) for i in range(3)]
+    for i in range(2):
+        world.pull(decode, f"d{i}", [i], params[i], timeout=600.0)
+    world.run()
+    assert waits(world, prefill) == {}, "so far it has only just come"
+    for seconds in range(1, 100):  # a parked claim is dropped after 30 s, and the next one is parked anew
+        world.run(1.0)
+        found = waits(world, prefill).get("claim")
+        if found is None:  # a long prompt takes as long
+            assert seconds <= LEASE_S
+        else:
+            assert (found.number, abs(found.seconds - seconds) <= 0.5) == (2, True)
+    world.lend(prefill, params[2])
+    assert waits(world, prefill) == {}, "it lends others meanwhile"
+    world.run(LEASE_S + 5.0)
+    assert waits(world, prefill) == {"claim": StepWait(2, LEASE_S + 5.0)}
+    for i in range(2):
+        world.lend(prefill, params[i])
+    world.run(60.0)
+    assert waits(world, prefill) == {}
+
+
+def test_a_claim_waits_for_no_step_of_an_engine_that_makes_steps() -> None:
+    world, prefill, decode = opened()
+    world.pull(decode, "d", [1], world.params([prefill], "r", [1], 4), timeout=600.0)
+    for _ in range(120):
+        prefill.core.decode.alive_at = world.time(prefill)
+        world.run(0.5)
+        assert waits(world, prefill) == {}
+    world.run(7.0)
+    assert waits(world, prefill) == {"claim": StepWait(1, 7.5)}
+
+
+@pytest.mark.nixl
+@pytest.mark.parametrize(
+    ("listen", "is_asleep"),
+    [
+        (lambda thread: thread.take_finished(), False),
+        (lambda thread: thread.wait(0.0), False),
+        (EngineThread.fileno, True),
+    ],
+    ids=["take_finished", "wait", "fileno"],
+)
+def test_a_thread_that_waited_for_news_once_is_not_taken_for_asleep(
+    listen: Callable[[EngineThread], object], *, is_asleep: bool
+) -> None:
+    """Only a thread that may watch the descriptor counts as alive without a call."""
+    with EngineThread(EngineConfig(engine_id="e"), memory(1)[0]) as thread:
+        listen(thread)
+        thread.take_finished()
+        assert math.isinf(thread.engine._driver.core.decode.alive_at) is is_asleep
+        thread.submit([Announce("d", {"nonsense": 1})])  # refused, which is no news for a scheduler
+
+
+def test_the_wait_is_one_value_that_old_readers_skip_and_new_ones_miss_in_old_answers() -> None:
+    from asynckv.account.values import Account, decode_account, encode_account
+
+    said = Account(engine_id="e", waits_for_step={"claim": StepWait(2, 7.0)})
+    assert decode_account(encode_account(said)) == said
+    old = msgspec.msgpack.encode({"engine_id": "e"})
+    assert decode_account(old).waits_for_step == {}

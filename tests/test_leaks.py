@@ -9,6 +9,7 @@ import re
 import socket
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,9 +132,14 @@ def retrying(records: list[Record]) -> list[Record]:
     return [replace(x, said={**x.fields, "history": notes}) if x.event == told.LeaseEnded.event else x for x in records]
 
 
+def no(after_s: float, said: str, cause: str, detail: str = "") -> list[Any]:
+    """Return what a lease remembers of a refusal to its reader."""
+    return [after_s, said, cause, RANK[D], detail]
+
+
 BOTH = [begun(P), begun(D), *met(), stopped(P), stopped(D)]
 RUNNING = [begun(P), begun(D), *met()]
-REFUSED = [3.0, "release", "wrong_cohort", RANK[D], "lent to 'x'"]
+REFUSED = no(3.0, "release", "wrong_cohort", "lent to 'x'")
 KEPT = {"held_transfers": 3, "failed_in": "read", "detail": "still reading"}
 DIED = [begun(P), begun(D), *met(), stopped(P)]
 RESTARTED = replace(begun(E, 60.0), rank="decode/tp0@cccccccc", engine_id="decode")
@@ -150,66 +156,65 @@ ANOTHER = [
 ]
 """The reader that died had been asked for others before."""
 
+STRANGERS = [begun(P), begun(D), stopped(P), stopped(D)]
+
+
+def claimed(*records: Record) -> list[Record]:
+    """Return the lines of two that have met, of a lease that expired after a claim, and more."""
+    return [*BOTH, expired(), *records]
+
+
+def unclaimed(*records: Record, among: Sequence[Record] = BOTH) -> list[Record]:
+    return [*among, expired(False), *records]
+
+
 CASES: dict[str, tuple[CAUSE, list[Record]]] = {
-    "release lost": (C.RELEASE_LOST, [*BOTH, expired(), pull_ended(15, "complete"), unanswered()]),
+    "release lost": (C.RELEASE_LOST, claimed(pull_ended(15, "complete"), unanswered())),
     "release refused": (C.RELEASE_REFUSED, [*BOTH, expired(refused=[REFUSED]), pull_ended(15, "complete")]),
     "release too early": (
         C.RELEASE_TOO_EARLY,
-        [*BOTH, expired(False, refused=[[-31.0, "release", "parked_too_long", RANK[D], ""]])],
+        [*BOTH, expired(False, refused=[no(-31.0, "release", "parked_too_long")])],
     ),
     "max_lease": (
         C.MAX_LEASE,
-        [*BOTH, expired(refused=[[29.0, "renew", "expired", RANK[D], "lent for longer than max_lease_s 30.0"]])],
+        [*BOTH, expired(refused=[no(29.0, "renew", "expired", "lent for longer than max_lease_s 30.0")])],
     ),
-    "decode away": (
-        C.DECODE_LOOP_AWAY,
-        [*BOTH, expired(), pull_ended(45, "lease_lost", seconds=34.0), away(D, 45, 30)],
-    ),
-    "prefill away": (
-        C.PREFILL_LOOP_AWAY,
-        [*BOTH, expired(), pull_ended(15, "complete"), unanswered(), away(P, 40, 28)],
-    ),
-    "too short": (C.LEASE_TOO_SHORT, [*BOTH, expired(), pull_ended(41, "lease_lost", seconds=30.0)]),
+    "decode away": (C.DECODE_LOOP_AWAY, claimed(pull_ended(45, "lease_lost", seconds=34.0), away(D, 45, 30))),
+    "prefill away": (C.PREFILL_LOOP_AWAY, claimed(pull_ended(15, "complete"), unanswered(), away(P, 40, 28))),
+    "too short": (C.LEASE_TOO_SHORT, claimed(pull_ended(41, "lease_lost", seconds=30.0))),
     "closed reader": (C.READER_CLOSED, [*RUNNING, stopped(P), stopped(D, 20.0), expired()]),
     "closed owner": (C.PREFILL_CLOSED, [*BOTH, expired(cause="closed", revoked_by="closed")]),
     "died after claim": (C.READER_DIED, [*DIED, expired()]),
     "died before claim": (C.READER_DIED, [*DIED, expired(False), RESTARTED]),
     "died before claim, or was cut off": (C.NEVER_CLAIMED, [*DIED, expired(False)]),
-    "never heard of": (C.NEVER_HEARD_OF, [*BOTH, expired(False)]),
+    "never heard of": (C.NEVER_HEARD_OF, unclaimed()),
     "never heard of, without a step": (
         C.NO_STEP,
-        [*BOTH, expired(False), say(45, told.EngineAlive, D, step_s=40.0, waits_for_step={})],
+        unclaimed(say(45, told.EngineAlive, D, step_s=40.0, waits_for_step={})),
     ),
-    "never shook hands": (
-        C.NEVER_SHOOK_HANDS,
-        [begun(P), begun(D), stopped(P), stopped(D), expired(False), pull_ended(16, "peer_unreachable")],
-    ),
+    "never shook hands": (C.NEVER_SHOOK_HANDS, unclaimed(pull_ended(16, "peer_unreachable"), among=STRANGERS)),
     "never shook hands there": (
         C.NEVER_SHOOK_HANDS,
-        [
-            *BOTH,
-            expired(False),
-            pull_ended(16, "timeout", failed_in="handshake", detail=f"no handshake with {RANK[P]}"),
-        ],
+        unclaimed(pull_ended(16, "timeout", failed_in="handshake", detail=f"no handshake with {RANK[P]}")),
     ),
-    "wrong target": (C.WRONG_TARGET, [*BOTH, expired(False), pull_ended(16, "wrong_target")]),
-    "stale": (C.STALE_PARAMS, [*BOTH, expired(False), pull_ended(16, "restarted")]),
-    "queued": (C.LEASE_TOO_SHORT, [*BOTH, expired(False), pull_ended(42, "timeout", failed_in="queue", seconds=31.0)]),
-    "came too late": (C.LEASE_TOO_SHORT, [*BOTH, expired(False), pull_ended(45, "expired", seconds=0.1)]),
+    "wrong target": (C.WRONG_TARGET, unclaimed(pull_ended(16, "wrong_target"))),
+    "stale": (C.STALE_PARAMS, unclaimed(pull_ended(16, "restarted"))),
+    "queued": (C.LEASE_TOO_SHORT, unclaimed(pull_ended(42, "timeout", failed_in="queue", seconds=31.0))),
+    "came too late": (C.LEASE_TOO_SHORT, unclaimed(pull_ended(45, "expired", seconds=0.1))),
     "came too late, for it was away": (
         C.DECODE_LOOP_AWAY,
-        [*BOTH, expired(False), away(D, 55, 50), pull_ended(55.3, "cancelled", seconds=0.2, detail="cancelled")],
+        unclaimed(away(D, 55, 50), pull_ended(55.3, "cancelled", seconds=0.2, detail="cancelled")),
     ),
     "came too late, long after it was away": (
         C.LEASE_TOO_SHORT,
-        [*BOTH, expired(False), away(D, 55, 50), pull_ended(80, "expired", seconds=0.1)],
+        unclaimed(away(D, 55, 50), pull_ended(80, "expired", seconds=0.1)),
     ),
     "was away for a short part of it": (
         C.LEASE_TOO_SHORT,
-        [*BOTH, expired(False), away(D, 41, 14), pull_ended(41.2, "expired", seconds=0.1)],
+        unclaimed(away(D, 41, 14), pull_ended(41.2, "expired", seconds=0.1)),
     ),
-    "away, and never spoke of it": (C.DECODE_UNRESPONSIVE, [*BOTH, expired(False), away(D, 55, 50)]),
-    "away before": (C.NEVER_HEARD_OF, [*BOTH, expired(False), away(D, 10.2, 50)]),
+    "away, and never spoke of it": (C.DECODE_UNRESPONSIVE, unclaimed(away(D, 55, 50))),
+    "away before": (C.NEVER_HEARD_OF, unclaimed(away(D, 10.2, 50))),
     "fell silent": (C.NEVER_CLAIMED, [*SILENT, expired(False, at=80.0), say(200, "of_later")]),
     "silent, with nothing to say": (
         C.NEVER_HEARD_OF,
@@ -223,7 +228,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
         ],
     ),
     "announced": (C.ANNOUNCED_AND_FORGOTTEN, [*BOTH, pull_ended(60, "timeout", failed_in="announced", seconds=50.0)]),
-    "retry": (C.NO_ATTEMPT_FOLLOWED, retrying([*BOTH, expired(), pull_ended(12, "read_failed")])),
+    "retry": (C.NO_ATTEMPT_FOLLOWED, retrying(claimed(pull_ended(12, "read_failed")))),
     "one rank": (
         C.RANK_NEVER_SPOKE,
         [*BOTH, begun(E), stopped(E), expired(False, owed=["decode/tp1"], readers={RANK[D]: "complete"})],
@@ -261,77 +266,56 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
             say(16, told.BlocksReturned, D, **NAMES, seconds_after_failure=1.0),
         ],
     ),
-    "only released": (
-        C.LEASE_TOO_SHORT,
-        [begun(P), begun(D), stopped(P), stopped(D), expired(False), pull_ended(43, "complete", **READS_ELSEWHERE)],
-    ),
-    "only released, of a hit": (C.LEASE_TOO_SHORT, [*BOTH, expired(False), pull_ended(43, "complete", read_ranks=[])]),
+    "only released": (C.LEASE_TOO_SHORT, unclaimed(pull_ended(43, "complete", **READS_ELSEWHERE), among=STRANGERS)),
+    "only released, of a hit": (C.LEASE_TOO_SHORT, unclaimed(pull_ended(43, "complete", read_ranks=[]))),
     "released before it was lent": (
         C.RELEASE_TOO_EARLY,
-        [*BOTH, expired(False), pull_ended(8, "engine_closed", failed_in="handshake", read_ranks=[], seconds=0.1)],
+        unclaimed(pull_ended(8, "engine_closed", failed_in="handshake", read_ranks=[], seconds=0.1)),
     ),
     "turned away for an earlier start": (
         C.STALE_PARAMS,
         [
-            begun(P),
-            begun(D),
-            *(stopped(x) for x in (P, D)),
-            expired(False),
+            *(*STRANGERS, expired(False)),
             pull_ended(16, "engine_closed", failed_in="handshake", peer_ranks=["prefill/tp0@99999999"], read_ranks=[]),
             say(16.1, told.ReaderRefused, P, reader=RANK[D], said="hello", cause="restarted", detail="asked for x"),
         ],
     ),
     "keys, in the detail alone": (
         C.KEYS_REFUSED,
-        [*BOTH, expired(False), pull_ended(16, "peer_unreachable", detail="it seems to turn our connection away")],
+        unclaimed(pull_ended(16, "peer_unreachable", detail="it seems to turn our connection away")),
     ),
     "nobody says that who died had heard of it": (C.NEVER_CLAIMED, [*DIED, *asked_before(), expired(False)]),
-    "closed long after": (
-        C.RELEASE_LOST,
-        [*BOTH, expired(), pull_ended(15, "complete"), unanswered(200.0, "engine_closed")],
-    ),
+    "closed long after": (C.RELEASE_LOST, claimed(pull_ended(15, "complete"), unanswered(200.0, "engine_closed"))),
     "renamed, and turned away": (
         C.KEYS_REFUSED,
-        [
-            *(begun(P), begun(D), stopped(P), stopped(D), expired(False)),
+        unclaimed(
             pull_ended(
                 16, "peer_unreachable", prefill_request_id="cmpl-a", detail="it seems to turn our connection away"
             ),
-        ],
+            among=STRANGERS,
+        ),
     ),
     "renamed, and too late": (
         C.OTHER_REQUEST_ID,
-        [*BOTH, expired(False), pull_ended(45, "expired", prefill_request_id="cmpl-a", seconds=0.1)],
+        unclaimed(pull_ended(45, "expired", prefill_request_id="cmpl-a", seconds=0.1)),
     ),
     "of a start that is suspended": (
         C.STALE_PARAMS,
-        [*BOTH, expired(False), pull_ended(16, "engine_closed", peer_ranks=["prefill/tp0@dddddddd"])],
+        unclaimed(pull_ended(16, "engine_closed", peer_ranks=["prefill/tp0@dddddddd"])),
     ),
     "decode away, in short": (
         C.DECODE_LOOP_AWAY,
-        [
-            *(*BOTH, expired(), away(D, 45, 34.5)),
-            say(45.1, told.PullEnded, D, **NAMES, cause="lease_lost", same_as="x-1", seconds=0.04),
-        ],
+        claimed(
+            away(D, 45, 34.5), say(45.1, told.PullEnded, D, **NAMES, cause="lease_lost", same_as="x-1", seconds=0.04)
+        ),
     ),
     "decode away while it greeted": (
         C.DECODE_LOOP_AWAY,
-        [
-            begun(P),
-            begun(D),
-            stopped(P),
-            stopped(D),
-            expired(False),
-            away(D, 36, 24),
-            pull_ended(36, "peer_unreachable", seconds=25),
-        ],
+        unclaimed(away(D, 36, 24), pull_ended(36, "peer_unreachable", seconds=25), among=STRANGERS),
     ),
     "given up, in short": (
         C.RELEASE_LOST,
-        [
-            *(*BOTH, expired(), lost(15.0)),
-            say(15.0, told.PullEnded, D, **NAMES, cause="peer_lost", same_as="x-1", seconds=0.04),
-        ],
+        claimed(lost(15.0), say(15.0, told.PullEnded, D, **NAMES, cause="peer_lost", same_as="x-1", seconds=0.04)),
     ),
     "a stranger is refused": (
         C.RELEASE_LOST,
@@ -345,7 +329,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     "the last attempt's release is lost": (
         C.RELEASE_LOST,
         [
-            *retrying([*BOTH, expired(), pull_ended(12, "read_failed")]),
+            *retrying(claimed(pull_ended(12, "read_failed"))),
             pull_ended(14, "peer_lost", pull_id=f"{D[:16]}-2", seconds=1.0),
             replace(unanswered(44), said={**unanswered(44).fields, **LAST, "outcome": "failed"}),
         ],
@@ -369,27 +353,20 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
     ),
     "a retry was lost, and none followed": (
         C.NO_ATTEMPT_FOLLOWED,
-        [
-            *BOTH,
-            expired(),
+        claimed(
             pull_ended(15, "peer_lost", unanswered=[RANK[P]]),
             say(15, told.PullRetried, D, **NAMES, cause="peer_lost", attempt=2, after_s=0.4),
-        ],
+        ),
     ),
     "another attempt came too late": (
         C.LEASE_TOO_SHORT,
-        [
-            *BOTH,
-            expired(),
+        claimed(
             pull_ended(15, "peer_lost", unanswered=[RANK[P]]),
             say(15, told.PullRetried, D, **NAMES, cause="peer_lost", attempt=2, after_s=0.4),
             say(41, told.PullEnded, D, **LAST, cause="expired", peer_ranks=[RANK[P]], read_ranks=[RANK[P]]),
-        ],
+        ),
     ),
-    "a hit's release is lost, and nobody met": (
-        C.RELEASE_LOST,
-        [*(x(y) for x in (begun, stopped) for y in (P, D)), expired(False), HIT, unanswered()],
-    ),
+    "a hit's release is lost, and nobody met": (C.RELEASE_LOST, unclaimed(HIT, unanswered(), among=STRANGERS)),
     "it lived on for longer than claims take": (
         C.NEVER_CLAIMED,
         [*DIED, ANOTHER[0], expired(False), say(20, "of_later", D)],
@@ -438,31 +415,31 @@ AGAIN = {"pull_id": f"{D[:16]}-2", "prefill_request_id": "b", "peer": "other", "
 ELSEWHERE = pull_ended(14, "complete", **AGAIN, seconds=1.0, peer_ranks=[RANK[OTHER]], read_ranks=[RANK[OTHER]])
 CELLS: list[list[Record]] = [
     *([*BOTH, expired(claimed), FORGOTTEN] for claimed in (True, False)),
-    retrying([*BOTH, expired(), FORGOTTEN]),
+    retrying(claimed(FORGOTTEN)),
     [begun(P), stopped(P), expired()],
     retrying([begun(P), stopped(P), expired()]),
-    [*BOTH, expired(), pull_ended(15, "read_failed", **KEPT)],
+    claimed(pull_ended(15, "read_failed", **KEPT)),
     [begun(P), held_since(20.0, **CLAIM)],
     *(retrying(CASES[x][1]) for x in ("decode away", "prefill away", "closed reader", "died after claim")),
     retrying(CASES["renewed for as long as may be"][1]),
     [*BOTH, pull_ended(15, "timeout", **KEPT), away(P, 16, 5)],
-    *([*BOTH, expired(refused=[[3.0, "claim", x, RANK[D], ""]])] for x in ("wrong_request", "restarted")),
+    *([*BOTH, expired(refused=[no(3.0, "claim", x)])] for x in ("wrong_request", "restarted")),
     [*CLOSED, expired(False), pull_ended(39, "cancelled", seconds=28), unanswered(41, "engine_closed")],
     *(of_decode([*BOTH, refused(x)]) for x in ("parked_too_long", "wrong_request", "restarted", "wrong_cohort")),
     of_decode(CASES["release lost"][1]),
     *(of_decode([*BOTH, pull_ended(15, x), unanswered()]) for x in ("peer_unreachable", "wrong_target")),
     of_decode([*CASES["keys, in the detail alone"][1], unanswered()]),
     of_decode([*BOTH, pull_ended(15, "peer_lost", **KEPT)]),
-    [*BOTH, expired(), pull_ended(45, "peer_lost")],
-    retrying([*BOTH, expired(), pull_ended(15, "peer_lost", failed_in="announced", detail="was silent")]),
-    [begun(P), begun(D), stopped(P), stopped(D), expired(False), UNFIT, unanswered(cause="geometry_refused")],
+    claimed(pull_ended(45, "peer_lost")),
+    retrying(claimed(pull_ended(15, "peer_lost", failed_in="announced", detail="was silent"))),
+    unclaimed(UNFIT, unanswered(cause="geometry_refused"), among=STRANGERS),
     of_decode([*BOTH, UNFIT, unanswered(cause="geometry_refused")]),
     [*BOTH, begun(SECOND), expired(), pull_ended(45, "peer_lost", peer_ranks=[RANK[P], RANK[SECOND]]), SECOND_GONE],
     [*RUNNING, PROMISE, unanswered(), gone(20, "it was silent for 4.0 s"), say(90, "of_later", D)],
-    [begun(P), begun(D), stopped(P), stopped(D), expired(False), UNLISTED],
+    unclaimed(UNLISTED, among=STRANGERS),
     of_decode([*BOTH, UNLISTED, unanswered()]),
-    retrying([*BOTH, expired(), pull_ended(12, "read_failed"), ELSEWHERE]),
-    [*BOTH, expired(), pull_ended(12, "read_failed"), unanswered(60.0, outcome="retry"), ELSEWHERE],
+    retrying(claimed(pull_ended(12, "read_failed"), ELSEWHERE)),
+    claimed(pull_ended(12, "read_failed"), unanswered(60.0, outcome="retry"), ELSEWHERE),
     [*BOTH, pull_ended(15, "timeout", **KEPT), RETURNED],
     [*BOTH, pull_ended(15, "timeout", **KEPT), RETURNED, away(D, 15, 4.5)],
     [begun(P), begun(D), *met(), stopped(D, 9.0), stopped(P), expired(False)],
@@ -493,7 +470,7 @@ def lent(at: float, start: str = P, **fields: Any) -> Record:
     return say(at, told.LeaseLent, start, **{**LEASE, "lease_s": 30.0, **fields})
 
 
-def test_who_lives_is_not_told_to_have_died() -> None:
+def test_a_process_that_lives_is_not_told_to_have_died() -> None:
     """Logs of a service that runs: their ends say nothing, whatever else has ended meanwhile."""
     quiet = [begun(P), begun(D), *met(), alive(D, 45.0), begun(F), stopped(F, 50.5)]
     assert not found([*quiet, lent(50.0)])
@@ -537,7 +514,7 @@ def test_logs_that_were_cut_at_one_moment_tell_of_no_death() -> None:
     assert leak.cause is C.READER_SILENT
 
 
-def test_who_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
+def test_a_process_that_died_long_before_a_request_was_lent_is_not_its_reader() -> None:
     ended = [stopped(P, 2000.0)]
     [leak] = found([*RUNNING, *ended, expired(False, at=45.0)])
     assert leak.cause is C.NEVER_CLAIMED
@@ -718,7 +695,7 @@ def test_each_refusal_by_the_reader_has_a_remedy_of_its_own(cause: str, remedy: 
 
 
 def test_a_lease_of_a_reader_with_another_geometry_blames_no_network() -> None:
-    [leak] = found([begun(P), begun(D), stopped(P), stopped(D), expired(False), UNFIT, unanswered()])
+    [leak] = found(unclaimed(UNFIT, unanswered(), among=STRANGERS))
     assert (leak.cause, "layouts differ: dtype" in leak.sentence) == (C.REFUSED_LOCALLY, True)
     assert "asynckv plan" in leak.remedy
     assert "address" not in leak.remedy
@@ -790,7 +767,7 @@ def test_one_sides_logs_say_what_they_can_and_no_more() -> None:
     retried = only(P, CASES["retry"][1])
     assert {x.cause for x in found(retried)} == {C.NO_ATTEMPT_FOLLOWED}
     # Another attempt was turned down.
-    refused = {"refused": [[4.0, "claim", "released_already", RANK[D], ""]]}
+    refused = {"refused": [no(4.0, "claim", "released_already")]}
     again = [replace(x, said={**x.fields, **refused}) if x.event == told.LeaseEnded.event else x for x in retried]
     assert {x.cause for x in found(again)} == {C.READER_SILENT}
     assert {x.cause for x in found(only(D, CASES["release lost"][1]))} == {C.RELEASE_UNANSWERED}
@@ -861,7 +838,7 @@ def test_a_death_that_is_only_inferred_is_told_with_its_reserve() -> None:
 
 def test_another_request_id_that_only_the_prefill_side_tells_of_is_quoted() -> None:
     detail = "the key belongs to another prefill request id, not to 'cmpl-\\n'"
-    refused = [[0.001, "claim", "wrong_request", RANK[D], detail]]
+    refused = [no(0.001, "claim", "wrong_request", detail)]
     [leak] = found([begun(P), expired(False, refused=refused), stopped(P)])
     assert (leak.cause, leak.reader, leak.owed, leak.other_request_id) == (C.OTHER_REQUEST_ID, RANK[D], ("*",), "")
     assert leak.sentence == (
@@ -1000,7 +977,7 @@ def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
     odd = {**NAMES, "pull_id": f"{D[:16]}-2", "prefill_request_id": "chat\nx", "request_id": "D-2", "sequence": 7}
     records = [
         *BOTH,
-        expired(False, request_id="chatcmpl-ff6a", refused=[[0.1, "claim", "wrong_request", RANK[D], ""]]),
+        expired(False, request_id="chatcmpl-ff6a", refused=[no(0.1, "claim", "wrong_request")]),
         pull_ended(11, "wrong_request", **key),
         expired(
             cause="released",
@@ -1126,7 +1103,7 @@ def test_one_sides_logs_are_told_to_be_that() -> None:
     assert "Nothing wrong was found, but not all could be judged: " in shown(theirs)
 
 
-def test_who_answers_lives_and_who_does_not_is_told(tmp_path: Path) -> None:
+def test_a_process_that_answers_lives_and_one_that_does_not_is_told(tmp_path: Path) -> None:
     well = tmp_path / "well.log"
     well.write_text("".join(json.dumps(line(x)) + "\n" for x in BOTH))
     left = tmp_path / "prefill.pp0.tp0.aaaaaaaa.sock"
@@ -1196,7 +1173,7 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
     assert f"{RANK[E]} was given it, as other ranks of its engine were, but it does not answer" in leak.sentence
 
 
-def test_who_was_asked_in_vain_is_named_as_in_the_logs() -> None:
+def test_a_process_that_was_asked_in_vain_is_named_as_in_the_logs() -> None:
     def told_of(records: list[Record], *answers: Answer) -> tuple[list[str], list[str]]:
         service = join(records)
         tell(service, answers, 2e9)

@@ -72,6 +72,14 @@ class Reading:
         return self.lease.receive(release, sender or self.sender, AT + after_s, self.key)
 
 
+def lent_to_one() -> tuple[Lease, Reading]:
+    return (lease := lend()), Reading(lease)
+
+
+def lent_to_two() -> tuple[Lease, Reading, Reading]:
+    return (lease := lend()), Reading(lease, 0, 2), Reading(lease, 1, 2)
+
+
 def state_of(lease: Lease) -> LeaseState:
     return lease.state
 
@@ -85,7 +93,7 @@ def granted(effects: Effects) -> float:
     return effects.answer.seconds
 
 
-def test_of_many_who_are_waited_for_a_few_are_named() -> None:
+def test_of_many_readers_that_are_waited_for_a_few_are_named() -> None:
     for ranks, end in ((4, "tp3@process-"), (5, "tp3@process- and 1 more")):
         lease = lend()
         for rank in range(ranks):
@@ -97,8 +105,7 @@ def test_of_many_who_are_waited_for_a_few_are_named() -> None:
 
 
 def test_a_request_is_lent_until_everybody_has_released() -> None:
-    lease = lend()
-    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    lease, one, two = lent_to_two()
     assert one.claim(0.0).first_grant == one.pull
     assert state_of(lease) is LeaseState.LENT
     assert one.claim(0.1).first_grant is None
@@ -138,7 +145,7 @@ def test_a_decode_engine_that_never_comes_costs_the_time_of_the_lease() -> None:
     assert (state_of(lease), lease.owed()) == (LeaseState.EXPIRED, ("*",))
 
 
-def test_nobody_who_holds_a_grant_is_passed_over_though_nobody_is_owed() -> None:
+def test_no_reader_with_a_grant_is_passed_over_though_none_is_owed() -> None:
     lease = lend()
     first, second = Reading(lease, pull="first"), Reading(lease, pull="second")
     first.claim(0.0)
@@ -150,7 +157,7 @@ def test_nobody_who_holds_a_grant_is_passed_over_though_nobody_is_owed() -> None
     assert state_of(lease) is LeaseState.RELEASED
 
 
-def test_a_request_that_nobody_wants_expires_at_its_time() -> None:
+def test_a_request_without_a_reader_expires_at_its_time() -> None:
     lease = lend()
     assert lease.wake_at == AT + 4.0  # to see whether a grant has run out
     assert lease.tick(AT + 4.0).wake_at == AT + 10.0
@@ -161,8 +168,7 @@ def test_a_request_that_nobody_wants_expires_at_its_time() -> None:
 
 
 def test_a_lease_ends_after_its_last_grant_though_its_time_was_up_before() -> None:
-    lease = lend()
-    reading = Reading(lease)
+    lease, reading = lent_to_one()
     reading.claim(8.0)
     assert not lease.tick(AT + 11.9).has_ended
     assert (lease.state, lease.until) == (LeaseState.LENT, AT + 12.0)
@@ -170,9 +176,8 @@ def test_a_lease_ends_after_its_last_grant_though_its_time_was_up_before() -> No
     assert state_of(lease) is LeaseState.EXPIRED
 
 
-def test_who_gives_a_grant_back_to_try_again_finds_the_request_for_as_long_as_it_was_granted() -> None:
-    lease = lend()
-    reading = Reading(lease)
+def test_a_reader_that_gives_a_grant_back_to_try_again_finds_the_request_for_as_long_as_it_was_granted() -> None:
+    lease, reading = lent_to_one()
     lease.tick(AT + 4.0)
     reading.claim(8.0)
     assert reading.release(8.5, Outcome.RETRY).wake_at == AT + 12.0
@@ -181,7 +186,7 @@ def test_who_gives_a_grant_back_to_try_again_finds_the_request_for_as_long_as_it
     assert state_of(lease) is LeaseState.EXPIRED
 
 
-def test_what_is_revoked_is_the_engines_at_once_if_nobody_was_promised_it() -> None:
+def test_a_revoked_request_is_the_engines_at_once_if_no_reader_was_promised_it() -> None:
     lease = lend()
     assert lease.revoke(AT + 1.0).has_ended
     assert state_of(lease) is LeaseState.REVOKED
@@ -231,8 +236,7 @@ def test_what_is_over_takes_no_event_and_nothing_changes() -> None:
 
 
 def test_a_lease_ends_early_only_if_all_readers_that_it_waits_for_are_gone() -> None:
-    lease = lend()
-    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    lease, one, two = lent_to_two()
     one.claim(0.0)
     two.claim(1.0)
     effects = lease.tick(AT + 4.0)
@@ -254,8 +258,7 @@ def test_a_lease_ends_early_only_if_all_readers_that_it_waits_for_are_gone() -> 
 
 def test_a_lease_does_not_end_early_while_a_reader_that_is_not_owed_holds_a_grant() -> None:
     """It released one attempt for good, and another one of it reads."""
-    lease = lend()
-    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    lease, one, two = lent_to_two()
     more = Reading(lease, 1, 2, pull="more")
     one.claim(0.0)
     two.claim(1.0)
@@ -279,8 +282,7 @@ def test_a_lease_does_not_end_early_before_every_decode_engine_has_spoken_up() -
 
 def test_a_reader_that_claims_again_is_not_gone() -> None:
     """The next start of its process, or the same over another connection."""
-    lease = lend()
-    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    lease, one, two = lent_to_two()
     one.claim(0.0)
     two.claim(0.0)
     lease.tick(AT + 4.0)
@@ -293,8 +295,7 @@ def test_a_reader_that_claims_again_is_not_gone() -> None:
 
 
 def test_a_reader_that_was_revoked_and_is_gone_ends_nothing_early() -> None:
-    lease = lend()
-    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    lease, one, two = lent_to_two()
     one.claim(0.0)
     two.claim(2.0)
     lease.revoke(AT + 3.0)
@@ -306,8 +307,7 @@ def test_a_reader_that_was_revoked_and_is_gone_ends_nothing_early() -> None:
 
 
 def test_a_reader_that_will_try_again_may_be_gone_as_well() -> None:
-    lease = lend()
-    reading = Reading(lease)
+    lease, reading = lent_to_one()
     reading.claim(0.0)
     reading.release(1.0, Outcome.RETRY)
     assert [stray.pull_id for stray in lease.tick(AT + 5.0).strays] == [reading.pull]
@@ -329,10 +329,10 @@ TABLE_TESTS = (
     test_a_lease_ends_early_only_if_all_readers_that_it_waits_for_are_gone,
     test_a_reader_that_was_revoked_and_is_gone_ends_nothing_early,
     test_a_request_is_lent_until_everybody_has_released,
-    test_nobody_who_holds_a_grant_is_passed_over_though_nobody_is_owed,
-    test_a_request_that_nobody_wants_expires_at_its_time,
+    test_no_reader_with_a_grant_is_passed_over_though_none_is_owed,
+    test_a_request_without_a_reader_expires_at_its_time,
     test_a_lease_ends_after_its_last_grant_though_its_time_was_up_before,
-    test_what_is_revoked_is_the_engines_at_once_if_nobody_was_promised_it,
+    test_a_revoked_request_is_the_engines_at_once_if_no_reader_was_promised_it,
     test_revoking_stops_new_grants_and_keeps_old_ones,
     test_what_is_over_takes_no_event_and_nothing_changes,
 )
@@ -365,7 +365,7 @@ def test_a_grant_is_as_long_as_one_may_be_or_as_the_reader_needs() -> None:
     assert granted(Reading(lease, pull="quick").claim(0.0, 1.5)) == 1.5
 
 
-def test_no_grant_outlives_the_longest_lease_and_nobody_is_granted_more_after_it() -> None:
+def test_no_grant_outlives_the_longest_lease_and_no_reader_is_granted_more_after_it() -> None:
     lease = lend(max_lease_s=15.0)
     reading = Reading(lease)
     reading.claim(0.0)
@@ -381,14 +381,14 @@ def test_no_grant_outlives_the_longest_lease_and_nobody_is_granted_more_after_it
     assert lease.tick(AT + 15.0).has_ended
 
 
-def test_who_asks_for_nothing_is_refused_for_that_and_not_for_the_time_that_has_passed() -> None:
+def test_a_reader_that_asks_for_nothing_is_refused_for_that_and_not_for_the_time_that_has_passed() -> None:
     for seconds in (0.0, 0.0009):
         answer = Reading(lend()).claim(0.0, seconds).answer
         assert isinstance(answer, Refused)
         assert answer.detail == f"{seconds:g} s were asked for, but the shortest grant is 1 ms"
 
 
-def test_who_comes_late_is_served_if_nobody_has_noticed_and_never_after() -> None:
+def test_a_late_reader_is_served_until_the_lease_was_looked_at_and_never_after() -> None:
     """Time is looked at after an event: until it was seen to be up, the blocks are what they were, and may stay so."""
     lease = lend()
     reader = Reading(lease)
@@ -406,16 +406,6 @@ def test_who_comes_late_is_served_if_nobody_has_noticed_and_never_after() -> Non
     lease.tick(AT + 10.0)
     with pytest.raises(LocalProtocolError):
         reader.claim(10.0)
-
-
-def test_a_shorter_renewal_takes_nothing_back() -> None:
-    lease = lend()
-    reading = Reading(lease)
-    assert granted(reading.claim(0.0)) == 4.0
-    assert granted(reading.renew(0.5, 1.0)) == 1.0
-    lease.revoke(AT + 1.0)
-    assert not lease.tick(AT + 3.9).has_ended
-    assert lease.tick(AT + 4.0).has_ended
 
 
 def test_a_lease_that_is_ending_looks_at_each_grant_in_turn_and_ends_with_the_last() -> None:
@@ -441,7 +431,7 @@ def test_a_lease_wakes_when_its_time_is_up_or_when_it_is_worth_a_word() -> None:
 # -- who may say what ----------------------------------------------------------------------------------
 
 
-def test_only_who_claimed_renews_and_releases() -> None:
+def test_only_the_process_that_claimed_renews_and_releases() -> None:
     lease = lend()
     reading, stranger = Reading(lease), Reading(lease)
     stranger.sender = "stranger"
@@ -533,7 +523,7 @@ def test_a_grant_that_was_renewed_lapses_at_its_later_end() -> None:
     assert lease.past[Reader("decode", 0)].pull_id == "pull-0"
 
 
-def test_an_attempt_that_will_be_tried_again_strikes_nobody_off() -> None:
+def test_an_attempt_that_will_be_tried_again_strikes_no_reader_off() -> None:
     lease = lend()
     first, second = Reading(lease, pull="first"), Reading(lease, pull="second")
     first.claim(0.0)
@@ -547,8 +537,7 @@ def test_an_attempt_that_will_be_tried_again_strikes_nobody_off() -> None:
 
 
 def test_what_is_refused_leaves_nothing_behind() -> None:
-    lease = lend()
-    reading = Reading(lease)
+    lease, reading = lent_to_one()
     for changed, reason in (
         ({"request_id": "other"}, Reason.WRONG_REQUEST),
         ({"digest": bytes(16)}, Reason.BLOCKS_DIFFER),
@@ -563,7 +552,7 @@ def test_what_is_refused_leaves_nothing_behind() -> None:
     assert [*lease.grants] == [reading.pull]
 
 
-def test_who_answers_for_another_rank_is_not_owed() -> None:
+def test_a_reader_that_another_rank_serves_is_not_owed() -> None:
     lease = lend(tp_rank=1, tp_size=2)
     assert refused(Reading(lease, 0, 2).claim(0.0)) is Reason.NOT_OWED
     assert granted(Reading(lease, 1, 2).claim(0.0)) == 4.0
@@ -597,8 +586,7 @@ def test_a_reader_that_was_never_granted_anything_is_looked_at_once_it_has_spoke
 
 def test_a_shorter_grant_takes_nothing_back_of_a_longer_one() -> None:
     """Its reader may go by the longer one: blocks that return before that is over would be read with others' bytes."""
-    lease = lend()
-    reading = Reading(lease)
+    lease, reading = lent_to_one()
     assert granted(reading.claim(0.0)) == 4.0
     assert granted(reading.renew(1.0, seconds=1.0)) == 1.0
     assert not lease.revoke(AT + 2.0).has_ended
@@ -631,17 +619,15 @@ def test_every_reader_of_an_engine_has_the_key_with_which_it_spoke_up_itself() -
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_stage_that_there_cannot_be_is_no_reader_and_binds_nobody(stage: int) -> None:
-    lease = lend()
-    reading = Reading(lease)
+def test_an_impossible_stage_is_no_reader_and_binds_none(stage: int) -> None:
+    lease, reading = lent_to_one()
     reading.cohort = Cohort("decode", 1, 0, 2, stage)
     assert refused(reading.claim(0.0)) is (Reason.WRONG_COHORT if stage == 2 else None)
     assert list(lease.cohorts) == ([] if stage == 2 else ["decode"])
 
 
 def test_how_a_reader_released_first_is_how_it_released() -> None:
-    lease = lend()
-    one, two = Reading(lease, 0, 2), Reading(lease, 1, 2)
+    lease, one, two = lent_to_two()
     again = Reading(lease, 0, 2, pull="again")
     two.claim(0.0)
     one.release(1.0)
@@ -649,7 +635,7 @@ def test_how_a_reader_released_first_is_how_it_released() -> None:
     assert {reader: x.outcome for reader, x in lease.discharged.items()} == {Reader("decode", 0): Outcome.COMPLETE}
 
 
-def test_who_wanted_it_back_first_is_who_wanted_it_back() -> None:
+def test_the_first_cause_of_a_revocation_stays_its_cause() -> None:
     lease = lend()
     Reading(lease).claim(0.0)
     lease.revoke(AT + 1.0, "withdraw")

@@ -52,8 +52,7 @@ async def reading(sim: Bench, **how: Any) -> AsyncIterator[tuple[Side, Side, Any
     """A pull whose read is under way."""
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, **how))
         await until(lambda: running(decode))
         yield prefill, decode, lent, task, params
@@ -216,7 +215,7 @@ async def test_a_drain_names_the_stragglers_at_its_deadline_and_cancels_nothing(
         await passing(sim, task)
 
 
-async def test_whoever_waits_for_what_will_not_be_lent_is_told_so(sim: Bench) -> None:
+async def test_a_reader_that_waits_for_a_request_that_will_not_be_lent_is_told_so(sim: Bench) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         other = group.make_params("s", [(0, [2])], 16, written=True)
         params = group.make_params("r", [(0, [1])], 16)
@@ -235,8 +234,7 @@ async def test_whoever_waits_for_what_will_not_be_lent_is_told_so(sim: Bench) ->
 
 async def test_what_was_announced_may_still_be_pulled_while_draining(sim: Bench) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         decode.engine.announce("d", params)
         await until(lambda: decode.engine.statistics().counters.get("sent.claim"))
         draining = asyncio.create_task(decode.engine.drain(3.0))
@@ -288,8 +286,7 @@ async def test_after_sleep_old_references_are_refused_and_new_ones_work(bench: B
             await passing(bench, asyncio.create_task(decode.engine.pull("d", [(0, [6])], params)))
             assert decode.blocks([6]) == prefill.blocks([1])
             await passing(bench, asyncio.create_task(lent.wait_released()))
-            kept = group.make_params("t", [(0, [3])], 16, written=True)
-            still = prefill.engine.lend(kept)
+            kept, still = prefill.lent(group, "t", [3], written=True)
             (cut,) = await passing(bench, asyncio.create_task(prefill.engine.suspend()))
             assert (cut.request_id, cut.waits_for) == ("t", ("*",))
             assert await prefill.engine.suspend() == ()
@@ -312,8 +309,7 @@ async def test_after_sleep_old_references_are_refused_and_new_ones_work(bench: B
                 "prefill", [prefill.engine.endpoint], memory_epoch=prefill.engine.memory_epoch, lease=QUICK
             )
             prefill.engine.check_integrity()
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         await passing(bench, asyncio.create_task(decode.engine.pull("d", [(0, [8])], params)))
         assert decode.blocks([8]) == prefill.blocks([1])
 
@@ -321,8 +317,7 @@ async def test_after_sleep_old_references_are_refused_and_new_ones_work(bench: B
 async def test_a_reader_may_sleep_and_wake_with_other_memory(bench: Bench) -> None:
     async with bench.pair(lease=QUICK) as (prefill, decode, group):
         for _ in range(2):
-            params = group.make_params("r", [(0, [1])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, "r", [1], written=True)
             await passing(bench, asyncio.create_task(decode.engine.pull("d", [(0, [6])], params)))
             assert decode.blocks([6]) == prefill.blocks([1])
             assert await passing(bench, asyncio.create_task(decode.engine.suspend(1.0))) == ()

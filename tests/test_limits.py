@@ -6,12 +6,11 @@ import pytest
 
 from asynckv import ConfigError, LimitsConfig
 from asynckv.account import survey
-from asynckv.config import EngineConfig
 from asynckv.core import limits
 from asynckv.core.limits import MAX_BUCKETS, Limiter
 from asynckv.core.types import Cohort, Reason, ReplyTo
 from asynckv.core.wire import MAJOR, MINOR, Hello, Ping, StatusRequest, encode_packet
-from tests.world import World, make_layout
+from tests.world import alone, opened
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
@@ -38,7 +37,7 @@ def test_only_so_many_senders_are_remembered() -> None:
 
 
 @pytest.mark.parametrize("charged", [False, True])
-def test_who_was_silent_for_longest_is_forgotten_and_who_spoke_lately_is_not(
+def test_the_sender_that_was_silent_for_longest_is_forgotten_and_one_that_spoke_lately_is_not(
     monkeypatch: pytest.MonkeyPatch, charged: bool
 ) -> None:
     """Else whoever floods us would only have to wait for others to come, and begin anew."""
@@ -59,9 +58,7 @@ def test_who_was_silent_for_longest_is_forgotten_and_who_spoke_lately_is_not(
 
 
 def test_a_flood_is_dropped_and_others_are_served() -> None:
-    world = World(EngineConfig(engine_id="x"))
-    prefill = world.add("p", make_layout(), engine_id="prefill", seed=1)
-    decode = world.add("d", make_layout(base=1 << 41), engine_id="decode", seed=2)
+    world, prefill, decode = opened()
     core, flood = prefill.core, ReplyTo(b"flood")
     burst = core.config.limits.message_burst
     packet = encode_packet("stranger", "", [Ping(1)])
@@ -77,8 +74,7 @@ def test_a_flood_is_dropped_and_others_are_served() -> None:
 
 
 def test_rubbish_costs_its_sender_a_hundredfold() -> None:
-    world = World(EngineConfig(engine_id="x", limits=LimitsConfig(message_burst=1000)))
-    core = world.add("p", make_layout(), engine_id="prefill").core
+    core = alone(limits=LimitsConfig(message_burst=1000))[1].core
     for _ in range(1000):
         core.receive(ReplyTo(b"r"), b"\x00rubbish", 0.0)
     assert core.outbox.counters["dropped.malformed"] == 10
@@ -89,8 +85,7 @@ def test_rubbish_costs_its_sender_a_hundredfold() -> None:
 
 
 def test_messages_cost_the_same_in_one_packet_as_in_many() -> None:
-    world = World(EngineConfig(engine_id="x", limits=LimitsConfig(message_burst=1000)))
-    core = world.add("p", make_layout(), engine_id="prefill").core
+    core = alone(limits=LimitsConfig(message_burst=1000))[1].core
     full = encode_packet("stranger", "", [Ping(i) for i in range(500)])
     one = encode_packet("stranger", "", [Ping(1)])
     for _ in range(2):
@@ -107,8 +102,7 @@ def test_messages_cost_the_same_in_one_packet_as_in_many() -> None:
 
 
 def test_hellos_by_the_hundred_get_few_large_answers() -> None:
-    world = World(EngineConfig(engine_id="x"))
-    core = world.add("p", make_layout(), engine_id="prefill").core
+    core = alone()[1].core
     for i in range(500):
         hello = Hello(i, MAJOR, MINOR, "prefill", 0, Cohort("stranger"))
         core.receive(ReplyTo(b"r"), encode_packet("stranger", "", [hello]), 0.0)
@@ -120,8 +114,7 @@ def test_hellos_by_the_hundred_get_few_large_answers() -> None:
 
 
 def test_a_key_or_a_host_gets_no_more_large_answers_by_more_connections() -> None:
-    world = World(EngineConfig(engine_id="x"))
-    core = world.add("p", make_layout(), engine_id="prefill").core
+    core = alone()[1].core
     hello = encode_packet("stranger", "", [Hello(1, MAJOR, MINOR, "prefill", 0, Cohort("stranger")), StatusRequest(2)])
     for principal in ("key:ab", "host:10.0.0.7"):
         before = core.outbox.counters["sent.welcome"] + core.outbox.counters["sent.status"]
@@ -134,7 +127,7 @@ def test_a_key_or_a_host_gets_no_more_large_answers_by_more_connections() -> Non
 
 
 def test_one_connection_leaves_hellos_to_others_of_its_host() -> None:
-    core = World(EngineConfig(engine_id="x")).add("p", make_layout(), engine_id="prefill").core
+    core = alone()[1].core
     for i in range(300):
         for route in (b"many", b"one") if i == 299 else (b"many",):
             hello = encode_packet("stranger", "", [Hello(i, MAJOR, MINOR, "prefill", 0, Cohort("stranger"))])
@@ -143,8 +136,7 @@ def test_one_connection_leaves_hellos_to_others_of_its_host() -> None:
 
 
 def test_a_key_or_a_host_asks_no_more_questions_by_more_connections() -> None:
-    rank = World(EngineConfig(engine_id="x")).add("p", make_layout(), engine_id="prefill")
-    core = rank.core
+    core = alone()[1].core
     for i in range(100):
         question = encode_packet("stranger", "", [StatusRequest(i, 1)])
         core.receive(ReplyTo(b"%d" % i), question, 0.0, "host:10.0.0.7")
@@ -160,7 +152,7 @@ def test_a_key_or_a_host_asks_no_more_questions_by_more_connections() -> None:
 
 
 def test_many_connections_of_a_host_that_ask_without_end_cost_little_and_are_not_heard_for_a_while() -> None:
-    core = World(EngineConfig(engine_id="x")).add("p", make_layout(), engine_id="prefill").core
+    core = alone()[1].core
     questions = encode_packet("stranger", "", [StatusRequest(i, 256) for i in range(500)])
     hellos = encode_packet("stranger", "", [Hello(1, MAJOR, MINOR, "prefill", 0, Cohort("x"))] * 500)
     most, counters = core.config.limits.hello_burst, core.outbox.counters

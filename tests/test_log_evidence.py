@@ -84,8 +84,7 @@ async def test_a_start_says_where_it_runs_and_how_long_things_last(sim: Bench, l
 
 async def test_a_log_that_ends_says_with_what(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
         await decode.engine.pull("d", [(0, [6])], params)
         await lent.wait_released()
     assert logs.one("engine_stopped", "prefill")["counters"]["leases.released"] == 1
@@ -96,8 +95,7 @@ async def test_a_log_that_ends_says_with_what(sim: Bench, logs: Lines) -> None:
 async def test_a_reader_is_met_once_per_start_of_its_process(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (prefill, decode, group):
         for i in range(2):
-            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, f"r{i}", [i], written=True)
             await decode.engine.pull(f"d{i}", [(0, [6])], params)
         met = logs.one("reader_met", "prefill")
         assert (met["reader"], met["reader_incarnation"]) == (name_of(decode), decode.engine.incarnation)
@@ -159,8 +157,7 @@ async def test_strangers_cannot_fill_the_log(sim: Bench, logs: Lines) -> None:
 
 async def test_a_release_under_another_id_is_seen_on_both_sides(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (prefill, decode, group):
-        params = group.make_params("chatcmpl-1", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "chatcmpl-1", [1], written=True)
         renamed = {**params, "request_id": "chatcmpl-2"}
         decode.engine.cancel("d", renamed)
         await until(lambda: logs.of("release_refused"))
@@ -181,8 +178,7 @@ async def test_a_release_under_another_id_is_seen_on_both_sides(sim: Bench, logs
 
 async def test_a_release_that_is_never_acknowledged_is_a_warning(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
         sim.network.fate = drops(Release)
         await decode.engine.pull("d", [(0, [6])], params)
         for _ in range(310):
@@ -202,10 +198,9 @@ async def test_a_release_that_is_never_acknowledged_is_a_warning(sim: Bench, log
     assert 0 <= claim["claimed_s"] <= claim["heard_s"] < 1
 
 
-async def test_an_engine_that_closes_names_the_releases_that_nobody_has_acknowledged(sim: Bench, logs: Lines) -> None:
+async def test_an_engine_that_closes_names_its_unacknowledged_releases(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         sim.network.fate = drops(Release)
         await decode.engine.pull("d", [(0, [6])], params)
     said = logs.one("release_unanswered", "decode")
@@ -219,8 +214,7 @@ async def test_a_pull_that_fails_says_what_it_waited_for(sim: Bench, logs: Lines
         decode.data.deferred = True
         tasks = []
         for i, written in enumerate((True, True)):
-            params = group.make_params(f"r{i}", [(0, [i])], 16, written=written)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, f"r{i}", [i], written=written)
             tasks.append(asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [i])], params, timeout_s=6.0)))
             await until(lambda: decode.data and decode.data.running)
         await until(lambda: not decode.engine.statistics().gauges["pulls_unanswered"])
@@ -261,8 +255,7 @@ async def test_a_release_that_came_too_early_is_told_when_its_request_is_lent(si
 @pytest.mark.parametrize(("how", "cause"), [("caller", "revoked"), ("withdraw", "revoked"), ("suspended", "revoked")])
 async def test_a_lease_that_was_taken_back_says_by_whom(sim: Bench, logs: Lines, how: str, cause: str) -> None:
     async with sim.pair() as (prefill, _, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
         if how == "caller":
             lent.withdraw()
         elif how == "withdraw":

@@ -226,8 +226,7 @@ async def test_what_comes_from_outside_cannot_forge_a_line(
     else:
         caplog.set_level("DEBUG", logger="asynckv")
     async with sim.pair() as (prefill, decode, group):
-        params = group.make_params(forged, [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, forged, [1], written=True)
         decode.engine.announce(forged, {**params, "request_id": forged + "other"}, wait_s=1.0)
         core, key = prefill.engine._driver.core, decode_params(params).key
         release = Release(key, forged, Cohort(forged[:200]), PullId(forged[:120]), Outcome.COMPLETE)

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import random
 import resource
 import shutil
 import subprocess
@@ -25,6 +26,7 @@ import asynckv
 from asynckv import ConfigError, EngineConfig, LogConfig
 from asynckv.integrations.vllm.options import Options
 from asynckv.observe import sink as sinks
+from asynckv.observe.sampling import Rate, Sampler
 from asynckv.observe.sink import FileSink, file_name
 from asynckv.version import VERSION
 from tests.engines import Bench, memory
@@ -96,8 +98,7 @@ async def test_an_engine_writes_its_own_file_where_the_application_configures_no
 ) -> None:
     config = LogConfig(file=tmp_path / "new" / "{engine_id}-{rank}-{pid}.jsonl")
     async with sim.pair(log=config) as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
         await decode.engine.pull("d", [(0, [6])], params)
         await lent.wait_released()
         assert decode.engine.statistics().counters["log.dropped"] == 0
@@ -160,8 +161,7 @@ async def test_a_start_that_fails_leaves_no_thread(sim: Bench, tmp_path: Path) -
 async def test_a_full_disk_ends_no_request(sim: Bench) -> None:
     async with sim.pair(log=LogConfig(file="/dev/full")) as (prefill, decode, group):
         for i in range(3):
-            params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
-            lent = prefill.engine.lend(params)
+            params, lent = prefill.lent(group, f"r{i}", [i], written=True)
             await decode.engine.pull(f"d{i}", [(0, [i])], params)
             await lent.wait_released()
         until(lambda: decode.engine.statistics().counters["log.dropped"])
@@ -170,7 +170,7 @@ async def test_a_full_disk_ends_no_request(sim: Bench) -> None:
 # -- the file ---------------------------------------------------------------------------------------
 
 
-def test_it_is_rotated_and_no_line_is_lost(tmp_path: Path) -> None:
+def test_the_log_is_rotated_and_no_line_is_lost(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with opened(path, max_bytes=20_000, backups=30) as sink:
         for i in range(3000):
@@ -201,36 +201,22 @@ def test_a_folder_that_vanishes_comes_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hasty")
-def test_what_cannot_be_written_is_counted_and_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("one_by_one", [False, True])  # then each says in vain how many were lost before
+def test_lines_that_cannot_be_written_are_counted_and_told(tmp_path: Path, one_by_one: bool) -> None:
     path = tmp_path / "logs" / "a.jsonl"
     with opened(path) as sink:
         sink.put("info", "first", {}, {})
         until(lambda: path.exists() and path.read_text().count("\n") == 1)
         shutil.rmtree(path.parent)
         path.parent.write_text("a file is in the way")
-        for _ in range(5):
+        for n in range(1, 6):
             sink.put("info", "lost", {}, {})
-        until(lambda: sink.num_dropped == 5)
+            if one_by_one or n == 5:
+                until(lambda n=n: sink.num_dropped == n)
         path.parent.unlink()
         sink.put("info", "second", {}, {})
         sink.put("info", "third", {}, {})
     assert [(e["event"], e.get("log_dropped")) for e in lines(path)] == [("second", 5), ("third", None)]
-
-
-@pytest.mark.usefixtures("hasty")
-def test_what_was_lost_again_and_again_is_told_in_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "logs" / "a.jsonl"
-    with opened(path) as sink:
-        sink.put("info", "first", {}, {})
-        until(lambda: path.exists() and path.read_text().count("\n") == 1)
-        shutil.rmtree(path.parent)
-        path.parent.write_text("a file is in the way")
-        for n in range(1, 5):  # each of them says in vain how many were lost before
-            sink.put("info", "lost", {}, {})
-            until(lambda n=n: sink.num_dropped == n)
-        path.parent.unlink()
-        sink.put("info", "second", {}, {})
-    assert [(e["event"], e.get("log_dropped")) for e in lines(path)] == [("second", 4)]
 
 
 @pytest.mark.anyio
@@ -257,7 +243,7 @@ async def test_a_request_is_lent_though_no_thread_is_to_be_had_for_the_log(sim: 
     assert "engine_stopped" in said
 
 
-def test_whoever_ends_with_the_interpreter_is_heard(tmp_path: Path) -> None:
+def test_a_thread_that_ends_with_the_interpreter_is_heard(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     code = (
         "import atexit\n"
@@ -296,7 +282,7 @@ def test_a_line_that_was_cut_short_spoils_no_other(tmp_path: Path) -> None:
     assert (json.loads(first)["event"], cut, json.loads(after)["event"]) == ("whole", '{"event": "cut sh', "after")
 
 
-def test_nobody_waits_for_a_disk_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_caller_waits_for_a_disk_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sinks, "CLOSE_S", 0.05)
     monkeypatch.setattr(sinks, "MAX_WAITING", 1 << 20)
     reader, writer = os.pipe()  # which nobody reads: it takes 64 KiB, and then who writes waits
@@ -387,7 +373,7 @@ def test_what_is_no_file_is_never_renamed(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_who_has_no_time_to_close_does_not_wait_for_a_disk_either(sim: Bench) -> None:
+async def test_an_engine_without_time_to_close_does_not_wait_for_a_disk_either(sim: Bench) -> None:
     reader, writer = os.pipe()
     try:
         side = sim.side("e", 1, log=LogConfig(file=f"/proc/self/fd/{writer}"))
@@ -425,7 +411,7 @@ def test_what_is_put_in_for_a_name_is_no_path() -> None:
     assert file_name("/logs/{engine_id}", "...") == "/logs/_"
 
 
-def test_what_was_written_last_is_there_though_nobody_closed(tmp_path: Path) -> None:
+def test_the_last_line_is_there_though_the_sink_was_never_closed(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     code = (
         "import structlog, asynckv\n"
@@ -485,3 +471,75 @@ def test_the_file_is_whole_however_the_engine_is_embedded(way: str, tmp_path: Pa
     engine.close()
     assert [e["event"] for e in lines(tmp_path / "e.jsonl")] == ["engine_started", "engine_stopped"]
     assert not [t for t in threading.enumerate() if t.name.startswith("asynckv log")]
+
+
+# -- Samples of requests that end well --------------------------------------------------------------------------------
+
+
+def token(rng: random.Random) -> str:
+    return f"{rng.getrandbits(128):032x}"
+
+
+def test_an_engine_with_few_requests_logs_them_all() -> None:
+    rng, sampler = random.Random(1), Sampler(10.0)
+    assert all(sampler.take(token(rng), i * 0.2) for i in range(200))
+    assert sampler.zeros == 0
+
+
+@pytest.mark.parametrize("per_s", [30, 1000, 20_000])
+def test_no_more_than_configured_and_not_many_fewer(per_s: int) -> None:
+    rng, sampler = random.Random(2), Sampler(10.0)
+    seconds = 20
+    chosen = sum(sampler.take(token(rng), i / per_s) for i in range(per_s * seconds))
+    assert 10 * seconds / 3 < chosen <= 10 * (seconds + 1)
+
+
+@pytest.mark.parametrize("ratio", [1, 3, 8])
+def test_what_one_side_logs_the_other_mostly_does_too(ratio: int) -> None:
+    """A prefill engine serves several decode engines: it sees `ratio` times as many requests."""
+    rng = random.Random(3)
+    prefill, decode = Sampler(10.0), Sampler(10.0)
+    both: list[tuple[bool, bool]] = []
+    for i in range(60_000):
+        now, name = i / 3000, token(rng)
+        lent = prefill.take(name, now)
+        if i % ratio == 0:
+            both.append((lent, decode.take(name, now + 0.05)))
+    lent_here = [read for lent, read in both if lent]
+    assert len(lent_here) > 10
+    assert sum(lent_here) / len(lent_here) > 0.75
+
+
+def test_after_a_burst_all_are_logged_again() -> None:
+    rng, sampler = random.Random(4), Sampler(10.0)
+    for i in range(50_000):
+        sampler.take(token(rng), i / 50_000)
+    assert sampler.zeros > 5
+    now = 1.0
+    while sampler.zeros:
+        now += 1.0
+        sampler.take(token(rng), now)
+    assert now < 15
+    sampler.take(token(rng), now + 1000)
+    assert sampler.take(token(rng), now + 1001)
+
+
+def test_a_time_of_silence_forgets_the_burst() -> None:
+    rng, sampler = random.Random(5), Sampler(10.0)
+    for i in range(50_000):
+        sampler.take(token(rng), i / 50_000)
+    sampler.take(token(rng), 3600.0)
+    assert sampler.zeros <= 1
+
+
+def test_none_are_logged_if_none_are_wanted() -> None:
+    sampler = Sampler(0.0)
+    assert not sampler.take("0" * 32, 1.0)
+
+
+def test_what_is_left_out_is_counted_once() -> None:
+    rate = Rate(1.0, 2.0)
+    assert [rate.take(0.0) for _ in range(5)] == [True, True, False, False, False]
+    assert rate.left_out() == {"not_logged": 3}
+    assert rate.left_out() == {}
+    assert rate.take(1.0)

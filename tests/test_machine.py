@@ -164,8 +164,7 @@ class Machine(RuleBasedStateMachine):
     @rule(i=st.integers(0, 1000))
     def revoke(self, i: int) -> None:
         rank, lease = self.leases[i % len(self.leases)]
-        rank.core.prefill.revoke(lease, self.world.time(rank))
-        self.world.settle(rank)
+        self.world.revoke(rank, lease)
 
     @invariant()
     def published_bytes_are_right(self) -> None:

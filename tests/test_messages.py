@@ -37,7 +37,7 @@ from asynckv.geometry.bounds import MAX_RANKS, MAX_RUNS, BlockRuns
 from asynckv.geometry.check import decode_layout
 from asynckv.geometry.gather import Packing, Recipe
 from asynckv.scheduler import PrefillRanks
-from tests.world import World, make_layout
+from tests.world import World, make_layout, opened
 
 KEY = Key("epoch", 0, 7, "0" * 32)
 COHORT = Cohort("decode:0,\n", 2, 1)
@@ -96,8 +96,7 @@ def test_mutated_packets_are_values_or_protocol_errors(data: st.DataObject) -> N
 @given(st.data())
 @settings(max_examples=300)
 def test_a_core_survives_mutated_packets(data: st.DataObject) -> None:
-    world = World()
-    prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     params, _ = world.lent(prefill, "req", [1, 2])
     pull = world.pull(decode, "d-req", [3, 4], params)
     while world.letters:
@@ -177,8 +176,7 @@ def test_another_major_version_is_named() -> None:
 
 def test_a_packet_that_speaks_of_versions_is_not_of_another_one() -> None:
     """What is wrong with a packet is told in its own words too: they decide nothing."""
-    world = World()
-    prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     pull = world.pull(decode, "d-req", [3, 4], world.params([prefill], "req", [1, 2], 8))
     (hello,) = m.decode_packet(world.letters[0].data).messages
     assert isinstance(hello, m.Hello)
@@ -318,8 +316,7 @@ def test_a_layout_is_no_more_than_bytes_until_its_length_is_known() -> None:
     ],
 )
 def test_a_reader_refuses_a_layout_for_good_and_says_why(change: dict[str, object], message: str) -> None:
-    world = World()
-    prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     prefill.core.readers._layout = msgspec.Raw(msgspec.msgpack.encode({**msgspec.to_builtins(make_layout()), **change}))
     params, _ = world.lent(prefill, "req", [3], written=True)
     pull = world.pull(decode, "d", [5], params)
@@ -338,8 +335,7 @@ def unchecked(message: m.Refused | m.Unwelcome, reason: Reason) -> m.Refused | m
 @pytest.mark.parametrize("reason", Reason)
 def test_a_peer_refuses_only_for_what_is_a_peers_to_say(reason: Reason) -> None:
     """That an attempt is complete, was cancelled or ran out of time, say, is for its own side to find out."""
-    world = World()
-    prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     pull = world.pull(decode, "d-req", [3, 4], world.params([prefill], "req", [1, 2], 8))
 
     def answer(message: m.Refused | m.Unwelcome) -> None:

@@ -41,7 +41,7 @@ from asynckv.observe.metrics import FAMILIES, place_of
 from asynckv.observe.metrics_tally import BUCKETS_S, MAX_PEERS, PHASES, Durations, MetricsTally
 from tests.engines import Bench, memory, until
 from tests.lab.tiers import SimDisk
-from tests.observed import QUICK, end, lived, passing, story
+from tests.observed import QUICK, end, lived, passing, registered, story
 from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
 from tests.test_arguments import HOSTILE
 
@@ -51,9 +51,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def exposed(*engines: Any, **how: Any) -> str:
-    registry = CollectorRegistry()
-    registry.register(Metrics(*engines, **how))
-    return generate_latest(registry).decode()
+    return generate_latest(registered(Metrics(*engines, **how))).decode()
 
 
 def parsed(text: str) -> Samples:
@@ -162,8 +160,7 @@ async def test_what_is_under_way_is_shown_by_state_and_age(sim: Bench) -> None:
 async def test_tiers_are_shown_and_a_disk_that_is_lost_is_counted() -> None:
     disk = SimDisk(64 * RECORD)
     rank = Rank(layout_of(), disk=disk)
-    registry = CollectorRegistry()
-    registry.register(Metrics(rank.engine))
+    registry = registered(Metrics(rank.engine))
     async with rank.running() as offload:
         await offload.store("a", [(0, [1, 2])], chain("p", 2))
         await until(lambda: offload.statistics().counters["blocks.write_back"] == 2)
@@ -265,8 +262,7 @@ async def test_the_text_is_as_prometheus_wants_it(sim: Bench) -> None:
             whole = name.removesuffix("_bucket") + "_count", labels - {("le", dict(labels)["le"])}
             assert samples[name, labels] <= samples[whole]
     engine = sim.side("other", 3).engine
-    registry = CollectorRegistry()
-    registry.register(Metrics(engine))
+    registry = registered(Metrics(engine))
     assert list(parse_openmetrics(generate_openmetrics(registry).decode()))  # type: ignore[no-untyped-call]
 
 
@@ -351,8 +347,7 @@ async def test_a_bug_in_here_spoils_nothing_else_that_is_shown(
     sim: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with sim.pair() as (_, decode, _):
-        registry = CollectorRegistry()
-        registry.register(Metrics(decode.engine))
+        registry = registered(Metrics(decode.engine))
         generate_latest(registry)
 
         def bug() -> Any:
@@ -375,8 +370,7 @@ async def test_a_scrape_from_another_thread_reads_what_is_true_there() -> None:
     bench = Bench(True)
     async with bench.pair() as (prefill, decode, group):
         metrics = Metrics(prefill.engine, decode.engine, wait_s=5.0)
-        registry = CollectorRegistry()
-        registry.register(metrics)
+        registry = registered(metrics)
         counts: list[float] = []
 
         def scrape(under_way: int = 1) -> None:
@@ -405,8 +399,7 @@ async def test_a_scrape_from_another_thread_reads_what_is_true_there() -> None:
 async def test_a_loop_that_is_away_is_shown_as_it_was_and_for_how_long_that_is_so(sim: Bench) -> None:
     async with sim.pair() as (_, decode, _):
         metrics = Metrics(decode.engine, wait_s=0.01)
-        registry = CollectorRegistry()
-        registry.register(metrics)
+        registry = registered(metrics)
         generate_latest(registry)
         texts: list[str] = []
         thread = threading.Thread(target=lambda: texts.append(generate_latest(registry).decode()))
@@ -425,8 +418,7 @@ def test_a_thread_is_scraped_from_outside_and_after_its_end() -> None:
     registration, _ = memory(1)
     engine = EngineThread(EngineConfig(engine_id="e"), registration)
     metrics = Metrics(engine, wait_s=5.0)
-    registry = CollectorRegistry()
-    registry.register(metrics)
+    registry = registered(metrics)
     assert value(parsed(generate_latest(registry).decode()), "engine_state", "e", state="new") == 1
     engine.start()
     assert value(parsed(generate_latest(registry).decode()), "engine_state", "e", state="running") == 1
@@ -520,7 +512,7 @@ async def test_a_reading_that_takes_long_serves_others_as_well(sim: Bench, monke
         assert shown._read()[1].gauges["leases"] == 1
 
 
-def test_a_copy_of_a_tally_is_nobody_elses() -> None:
+def test_a_copy_of_a_tally_is_shared_with_no_other() -> None:
     tally = MetricsTally()
     before = tally.copy()
     for durations in (tally.phases["read"], tally.pulls["failed"], tally.leases["expired"], tally.lag):
@@ -546,7 +538,7 @@ async def test_a_loop_that_does_not_answer_is_no_health(sim: Bench) -> None:
             assert (await fetched(endpoint.url, "/healthz"))[0] == 200
 
 
-def test_it_listens_on_loopback_unless_it_is_told_otherwise() -> None:
+def test_the_endpoint_listens_on_loopback_unless_it_is_told_otherwise() -> None:
     metrics = Metrics()
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
         with pytest.raises(ConfigError, match="allow_remote=True"):
@@ -597,8 +589,7 @@ def test_an_endpoint_ends_with_an_engine_that_could_not_be_started() -> None:
 
 async def test_a_data_plane_that_dies_is_seen_until_another_serves(sim: Bench) -> None:
     async with sim.pair() as (_, decode, _):
-        registry = CollectorRegistry()
-        registry.register(Metrics(decode.engine))
+        registry = registered(Metrics(decode.engine))
         with MetricsEndpoint(Metrics(decode.engine), wait_s=5.0) as endpoint:
             decode.data.lose_agent()
             await until(lambda: decode.engine.observation.condition()[1])
@@ -617,8 +608,7 @@ async def test_a_data_plane_that_dies_is_seen_until_another_serves(sim: Bench) -
 
 async def test_counters_go_on_over_a_sleep_and_the_state_is_told(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
-        registry = CollectorRegistry()
-        registry.register(Metrics(decode.engine))
+        registry = registered(Metrics(decode.engine))
         incarnations = set()
         for turn in range(2):
             params, lent = prefill.lent(group, f"r{turn}", [1], written=True)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
+import importlib.util
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import ONE_PER_REQUEST
 from asynckv.geometry.match import assign, compare, remote_ranks
+from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.tables import GroupPair
 from asynckv.tools.plan import models
 from asynckv.tools.plan.layouts import CONV_ORDERS, ORDERS, model_groups, model_layout, with_addresses
 from asynckv.tools.plan.models import (
@@ -19,6 +28,7 @@ from asynckv.tools.plan.models import (
     Heads,
     Index,
     Latent,
+    Layer,
     Model,
     Projection,
     State,
@@ -27,6 +37,7 @@ from asynckv.tools.plan.models import (
     preset,
     read_hf_config,
 )
+from scripts import disagg_generate
 
 LLAMA = {
     "num_hidden_layers": 32,
@@ -568,3 +579,245 @@ def test_stages_share_out_all_layers() -> None:
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         model_layout(Model("m", (Heads(8, 16),) * 2), **changes)
+
+
+# -- Real models prefilled and decoded --------------------------------------------------------------------------------
+
+
+def disagg(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "scripts.disagg_generate", *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "options", [[], ["--prefill-tp", "1", "--decode-tp", "6"], ["--prefill-tp", "6", "--cached-tokens", "0"]]
+)
+def test_every_family_goes_on_bit_for_bit(options: list[str]) -> None:
+    assert importlib.util.find_spec("transformers"), "install the test dependencies: transformers is among them"
+    done = disagg(*options)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = {row["family"]: row for row in map(json.loads, done.stdout.splitlines())}
+    assert rows.keys() == disagg_generate.FAMILIES.keys()
+    for row in rows.values():
+        assert disagg_generate.is_good(row)
+        assert row["tensors_equal"] and row["logits_equal"] and row["tokens_equal"]  # noqa: PT018
+    # Every part of every layer is seen to matter: with it zeroed, the logits differ.
+    awake = {name.split(".")[1] for row in rows.values() for name, seen in row["controls_see"].items() if seen}
+    asleep = {(f, name) for f, row in rows.items() for name, seen in row["controls_see"].items() if not seen}
+    assert awake == {"k", "v", "latent", "conv_x", "conv_b", "conv_c", "conv_q", "conv_k", "conv_v", "state"}
+    assert not asleep
+
+
+NUMBERS = disagg_generate.Numbers(45, 21, 2, 3, 2, 12, 8, 0)
+
+
+SPOILT = [
+    ("llama", 0, "k"),
+    ("deepseek_v3", 0, "latent"),
+    ("deepseek_v3", 1, "latent"),
+    ("bamba", 0, "conv_b"),
+    ("bamba", 1, "state"),
+    ("qwen3_next", 1, "conv_q"),
+]
+"""Which family's rank has one wrong value, and in which part; all in one run, for processes take seconds to start."""
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_judge_sees_one_wrong_value_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    spoilt = iter(SPOILT)
+
+    def spoil(ranks: list[disagg_generate.Rank]) -> None:
+        _, rank, part = next(spoilt)
+        tensors = [t for _, _, p, t in ranks[rank].tensors() if p.name == part]
+        # One value, in a block that holds something.
+        values = tensors[-1].reshape(-1)
+        at = int((tensors[-1].contiguous().view(torch.int32).reshape(-1) != MARK).nonzero()[0])
+        index = torch.unravel_index(torch.tensor(at), tensors[-1].shape)
+        assert values[at] == tensors[-1][index]
+        tensors[-1][index] += 1.0
+
+    assert not asyncio.run(disagg_generate.decode_process([family for family, _, _ in SPOILT], NUMBERS, spoil))
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["family"], disagg_generate.is_good(row)) for row in rows] == [
+        (family, False) for family, _, _ in SPOILT
+    ]
+    for row, (_, rank, part) in zip(rows, SPOILT, strict=True):
+        assert [x.split()[0] + x.split()[2] for x in row["differing"]] == [f"tp{rank}{part}"]
+
+
+MARK = -0x54545455
+"""What memory holds that nobody has written: 0xAB everywhere."""
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("up", [True, False])
+def test_the_judge_sees_a_prefix_that_is_rounded(
+    up: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    honest = BlockLists._pair_tokens
+
+    def rounded(self: BlockLists, pair: GroupPair) -> Any:
+        group, here = pair.local_index, pair.local
+        first, ids = self.local[group]
+        if first % here.block_size:
+            step = here.block_size if up else 0
+            at = first - first % here.block_size + step
+            self.local = (*self.local[:group], (at, ids[1:] if up else ids), *self.local[group + 1 :])
+        return honest(self, pair)
+
+    monkeypatch.setattr(BlockLists, "_pair_tokens", rounded)
+    assert not asyncio.run(disagg_generate.decode_process(["llama"], NUMBERS))
+    row = json.loads(capsys.readouterr().out)
+    assert row["written_beside"] == ([] if up else ["the cached prefix was written again"])
+    assert row["tensors_equal"] is not up
+
+
+@pytest.mark.slow
+def test_without_transformers_it_says_how_to_install_it() -> None:
+    code = (
+        "import sys; sys.modules['transformers'] = None; sys.argv = ['disagg_generate', 'llama']\n"
+        "from scripts import disagg_generate; sys.exit(disagg_generate.main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "transformers is not installed; run: pip install 'transformers==5.23.0'" in done.stderr
+
+
+# -- Every configuration of transformers ------------------------------------------------------------------------------
+
+# The expectations come from transformers' own configuration objects and from the rules of vLLM's
+# `model_arch_config_convertor.py`, and not from `models.toml`.
+
+KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
+# The model types of transformers for which vLLM keeps latents. It does not serve Youtu itself.
+LATENT = {
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "kimi_linear",
+    "longcat_flash",
+    "youtu",
+}
+# Nothing but states, with the states of Falcon-H1 before its heads.
+STATES = {"mamba", "mamba2", "falcon_mamba"}
+REFUSED = {
+    *("axk2", "bailing_hybrid", "blt", "deepseek_v4", "dots3_note", "dots3_note_text"),
+    *("gemma4_unified_assistant", "glm4_moe", "gpt_neo", "hy_v4", "inkling2_text", "inkling_text", "lfm2", "lfm2_moe"),
+    *("lfm3", "minimax", "mllama", "olmo_hybrid", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "reformer"),
+    *("rwkv", "trocr", "xlm", "xlnet", "xlstm", "zamba", "zamba2", "zaya"),
+    # with encoders
+    *("bart", "bert", "bigbird_pegasus", "blenderbot", "blenderbot-small", "electra", "marian", "mbart", "musicgen"),
+    *("musicgen_melody", "mvp", "pegasus", "plbart", "prophetnet", "roberta", "whisper", "xlm-roberta"),
+}
+
+
+@functools.cache
+def configs() -> dict[str, Any]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    # Gemma 4's assistant has no configuration without its target's.
+    names = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name != "gemma4_assistant"]
+    return {name: CONFIG_MAPPING[name]() for name in names}
+
+
+@functools.cache
+def found(name: str) -> tuple[Layer, ...] | str:
+    try:
+        return model_of_config(configs()[name].to_dict(), name).layers
+    except ConfigError as exc:
+        return str(exc)
+
+
+def layer_kinds(text: Any) -> list[str]:
+    names = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    if text.model_type in STATES:
+        return ["linear_attention"] * text.num_hidden_layers
+    if text.model_type == "falcon_h1":
+        return ["full_attention", "linear_attention"] * text.num_hidden_layers
+    return names or ["attention"] * text.num_hidden_layers
+
+
+def heads_and_size(text: Any, kind: str) -> tuple[int, int]:
+    """Return the KV heads and the size of a head that vLLM keeps for a layer with this configuration."""
+    if text.model_type in LATENT:
+        return 1, text.kv_lora_rank + text.qk_rope_head_dim
+    heads = next((getattr(text, name) for name in KV_HEADS if hasattr(text, name)), None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    match text.model_type:
+        case "falcon" if text.multi_query and not text.new_decoder_architecture:
+            heads = 1
+        case "gpt_bigcode" if text.multi_query:
+            heads = 1
+        case "dbrx":
+            heads = text.attn_config.kv_n_heads
+        case "mimo_v2_flash" if kind == "sliding_attention":
+            heads *= 2  # in the model's own code
+        case "minicpm3":
+            size = text.qk_nope_head_dim + text.qk_rope_head_dim  # in vLLM's own code
+        case _:
+            pass
+    return heads, size
+
+
+def expected(name: str) -> Iterator[tuple[str, int, int]]:
+    text = configs()[name].get_text_config(decoder=True)
+    names = layer_kinds(text)
+    if name == "longcat_flash":
+        names = ["attention"] * (2 * text.num_layers)
+    for number, kind in enumerate(names[: len(names) - (getattr(text, "num_kv_shared_layers", 0) or 0)]):
+        if kind in ("linear_attention", "mamba"):
+            yield "state", 0, 0
+        elif kind not in ("mlp", "moe"):
+            layer = text.per_layer_config[number] if getattr(text, "is_heterogeneous", False) else text
+            near = "near" if kind in ("sliding_attention", "chunked_attention") else "far"
+            yield (near if "_" in kind else ""), *heads_and_size(layer, kind)
+
+
+def told(name: str, layer: Layer) -> tuple[str, int, int]:
+    if isinstance(layer, State):
+        return "state", 0, 0
+    window = (
+        ("near" if layer.window else "far")
+        if "_" in layer_kinds(configs()[name].get_text_config(decoder=True))[0]
+        else ""
+    )
+    return (
+        (window, layer.num_heads, layer.head_dim)
+        if isinstance(layer, Heads)
+        else (window, 1, layer.rank + layer.rope_dim)
+    )
+
+
+@pytest.mark.slow
+def test_every_configuration_is_read_as_vllm_reads_it_or_refused_by_a_fields_name() -> None:
+    differ, refused = [], set()
+    for name, config in configs().items():
+        layers = found(name)
+        if isinstance(layers, str):
+            fields = {"model_type", "head_dim", "num_hidden_layers", "num_attention_heads", "hidden_size"}
+            fields |= config.to_dict().keys() | config.get_text_config(decoder=True).to_dict().keys()
+            assert any(field in layers for field in fields), layers
+            refused.add(name)
+        elif [told(name, layer) for layer in layers] != list(expected(name)):
+            differ.append(name)
+    print(f"{len(configs()) - len(refused) - len(differ)} are right, {len(refused)} are refused, {len(differ)} differ")
+    assert not differ, [(n, found(n)[:2], list(expected(n))[:2]) for n in differ]
+    assert refused == REFUSED
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_every_layer_of_these_has_an_index(name: str) -> None:
+    layers = found(name)
+    assert all(isinstance(x, Latent) and x.index is not None and x.index.dim == 128 for x in layers)

@@ -44,7 +44,7 @@ from asynckv.offload import Offload, OffloadConfig
 from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
 from asynckv.tools.cli import app
-from tests.engines import until
+from tests.engines import news_of, until
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, offloading
@@ -126,11 +126,10 @@ async def test_what_precedes_a_rotten_record_is_loaded(tmp_path: Path) -> None:
     assert (failed["cause"], failed["what"], failed["request_id"]) == ("failed", "load", "b")
 
 
-async def test_who_gives_up_a_load_ends_it_whatever_was_lost() -> None:
+async def test_a_load_that_is_given_up_ends_whatever_was_lost() -> None:
     disk = SimDisk(64 * RECORD)
     async with offloading(layout_of(), disk=disk, policy="lru") as (rank, offload):
         await store_in_files(rank, offload, "p", [1, 2, 3])
-        assert rank.records is not None
         disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
         for turns in range(1, 30):
             loading = asyncio.create_task(offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48))
@@ -160,10 +159,8 @@ async def test_stores_that_are_in_flight_twice_are_one() -> None:
 
 async def test_a_load_of_what_is_being_stored_waits_for_it() -> None:
     async with offloading(layout_of()) as (rank, offload):
-        rank.copies.deferred = True
         before = rank.block(1)
-        storing = asyncio.create_task(offload.store("a", [(0, [1])], chain("p", 1)))
-        await until(lambda: rank.copies.moves)
+        storing = await rank.begun(offload.store("a", [(0, [1])], chain("p", 1)))
         loading = asyncio.create_task(offload.load("b", [(0, [9])], chain("p", 1), num_tokens=SIZE))
         await asyncio.sleep(0)
         rank.copies.deferred = False
@@ -178,9 +175,7 @@ async def test_a_load_of_what_is_being_stored_waits_for_it() -> None:
 
 async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_are_written() -> None:
     async with offloading(layout_of()) as (rank, offload):
-        rank.copies.deferred = True
-        storing = asyncio.create_task(offload.store("a", [(0, [1, 2])], chain("p", 2)))
-        await until(lambda: rank.copies.moves)
+        storing = await rank.begun(offload.store("a", [(0, [1, 2])], chain("p", 2)))
         (held,) = rank.engine.holds()
         assert (held.request_id, held.reason, held.blocks) == ("a", "storing", {0: (1, 2)})
         rank.engine.check_integrity()
@@ -194,8 +189,7 @@ async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_ar
         await storing
         await again
         assert not rank.engine.holds()
-        loading = asyncio.create_task(offload.load("d", [(0, [5])], chain("p", 1), num_tokens=SIZE))
-        await until(lambda: rank.copies.moves)
+        loading = await rank.begun(offload.load("d", [(0, [5])], chain("p", 1), num_tokens=SIZE))
         assert [h.reason for h in rank.engine.holds()] == ["loading"]
         with pytest.raises(
             LocalProtocolError, match=r"block 5 .* cannot be read: it is still being written by a load of 'd'"
@@ -208,11 +202,9 @@ async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_ar
         assert not rank.engine.holds()
 
 
-async def test_whoever_inspects_the_engine_hears_of_stores_and_loads() -> None:
+async def test_an_inspected_engine_tells_of_stores_and_loads() -> None:
     async with offloading(layout_of()) as (rank, offload):
-        rank.copies.deferred = True
-        storing = asyncio.create_task(offload.store("a", [(0, [1, 2])], chain("p", 2)))
-        await until(lambda: rank.copies.moves)
+        storing = await rank.begun(offload.store("a", [(0, [1, 2])], chain("p", 2)))
         answers: list[Status] = []
         rank.engine._driver.on_question("me", StatusRequest(1, most=10), answers.append)
         await until(lambda: answers)
@@ -231,9 +223,7 @@ async def test_whoever_inspects_the_engine_hears_of_stores_and_loads() -> None:
 async def test_a_cancelled_load_keeps_its_blocks_until_nothing_writes_them() -> None:
     async with offloading(layout_of(), max_post_bytes=RECORD) as (rank, offload):
         await offload.store("a", [(0, [1, 2, 3])], chain("p", 3))
-        rank.copies.deferred = True
-        loading = asyncio.create_task(offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48))
-        await until(lambda: rank.copies.moves)
+        loading = await rank.begun(offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48))
         loading.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await loading
@@ -248,11 +238,9 @@ async def test_a_cancelled_load_keeps_its_blocks_until_nothing_writes_them() -> 
         assert rank.block(5, 6, 7) != rank.block(1, 2, 3)
 
 
-async def test_a_cancelled_store_is_finished_for_whoever_else_waits() -> None:
+async def test_a_cancelled_store_is_finished_for_others_that_wait() -> None:
     async with offloading(layout_of()) as (rank, offload):
-        rank.copies.deferred = True
-        first = asyncio.create_task(offload.store("a", [(0, [1])], chain("p", 1)))
-        await until(lambda: rank.copies.moves)
+        first = await rank.begun(offload.store("a", [(0, [1])], chain("p", 1)))
         second = asyncio.create_task(offload.store("b", [(0, [2])], chain("p", 1)))
         await asyncio.sleep(0)
         first.cancel()
@@ -285,13 +273,11 @@ async def test_a_step_looks_up_by_orders() -> None:
         assert [str(each.error).split()[0] for each in told.refused] == ["hashes", "request_id"]
         await rank.engine.suspend()
         desk.submit([Lookup(request_id="f", hashes=chain("p", 2))])
-        await until(lambda: desk.has_news)
-        [(_, found)] = desk.take_finished().found
+        [(_, found)] = (await news_of(desk)).found
         assert found.tokens == 0
         await offload.aclose()
         desk.submit([Lookup(request_id="g", hashes=chain("p", 2))])
-        await until(lambda: desk.has_news)
-        assert "has no offload" in str(desk.take_finished().refused[0].error)
+        assert "has no offload" in str((await news_of(desk)).refused[0].error)
 
 
 @pytest.mark.parametrize("is_retired", [False, True])
@@ -311,8 +297,7 @@ async def test_a_store_that_ends_by_a_bug_is_told_once_it_is_known_what_becomes_
             rank.clock.advance(61.0)
         else:
             rank.copies.finish()
-        await until(lambda: desk.has_news)
-        told = desk.take_finished()
+        told = await news_of(desk)
         (failed,) = told.offload_failed
         assert (failed.request_id, failed.is_held, told.offload_returned) == ("a", is_retired, [])
         assert told.offload_retired == ["a"] * is_retired
@@ -333,8 +318,7 @@ async def test_a_store_that_fails_is_told_as_loads_are_and_so_are_its_blocks(way
             rank.copies.finish()
         else:
             rank.clock.advance(2.1)
-        await until(lambda: desk.has_news)
-        told = desk.take_finished()
+        told = await news_of(desk)
         assert (told.offload_failed[0].request_id, told.offload_failed[0].is_held) == ("a", way != "cancelled")
         if way == "returned":
             rank.copies.finish()
@@ -342,16 +326,13 @@ async def test_a_store_that_fails_is_told_as_loads_are_and_so_are_its_blocks(way
             rank.clock.advance(61.0)
         if way != "cancelled":
             assert told.offload_failed[0].error.held == {0: (1, 2)}  # type: ignore[attr-defined]
-            await until(lambda: desk.has_news)
-            assert getattr(desk.take_finished(), f"offload_{way}") == ["a"]
+            assert getattr(await news_of(desk), f"offload_{way}") == ["a"]
 
 
 async def test_a_load_that_is_given_up_by_its_id_says_so() -> None:
     async with offloading(layout_of()) as (rank, offload):
         await offload.store("a", [(0, [1])], chain("p", 1))
-        rank.copies.deferred = True
-        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
-        await until(lambda: rank.copies.moves)
+        loading = await rank.begun(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
         assert offload.cancel("b")
         await asyncio.sleep(0)
         assert not loading.done()
@@ -365,9 +346,7 @@ async def test_a_load_that_is_given_up_by_its_id_says_so() -> None:
 async def test_a_load_in_doubt_names_its_blocks_until_there_is_evidence() -> None:
     async with offloading(layout_of()) as (rank, offload):
         await offload.store("a", [(0, [1])], chain("p", 1))
-        rank.copies.deferred = True
-        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
-        await until(lambda: rank.copies.moves)
+        loading = await rank.begun(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
         (move,) = rank.copies.moves
         rank.copies.doubt(move)
         with pytest.raises(ReadFailed) as told:
@@ -393,10 +372,8 @@ async def test_copies_that_are_in_time_are_not_looked_at_in_every_turn() -> None
 
     async with offloading(layout_of()) as (rank, offload):
         await offload.store("a", [(0, [1])], chain("p", 1))
-        rank.copies.deferred = True
         posted = offload._mover.posted = Counting(offload._mover.posted)
-        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE, timeout_s=2.0))
-        await until(lambda: rank.copies.moves)
+        loading = await rank.begun(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE, timeout_s=2.0))
         for _ in range(50):
             offload._mover.pump()
         assert posted.walks <= 1
@@ -409,9 +386,7 @@ async def test_copies_that_are_in_time_are_not_looked_at_in_every_turn() -> None
 async def test_blocks_of_a_copy_that_never_ends_are_retired() -> None:
     async with offloading(layout_of(), held_s=60.0) as (rank, offload):
         await offload.store("a", [(0, [1])], chain("p", 1))
-        rank.copies.deferred = True
-        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
-        await until(lambda: rank.copies.moves)
+        loading = await rank.begun(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
         rank.copies.doubt(next(iter(rank.copies.moves)))
         with pytest.raises(PullError) as told:
             await loading
@@ -428,8 +403,7 @@ async def test_a_load_whose_copy_hangs_is_told_in_its_time_and_its_blocks_follow
         rank.copies.deferred = True
         for name, blocks in (("back", [5, 6]), ("lost", [7, 8])):
             groups = [(0, blocks)]
-            loading = asyncio.create_task(offload.load(name, groups, chain("p", 2), num_tokens=2 * SIZE, timeout_s=2.0))
-            await until(lambda: rank.copies.moves)
+            loading = await rank.begun(offload.load(name, groups, chain("p", 2), num_tokens=2 * SIZE, timeout_s=2.0))
             rank.clock.advance(1.9)
             await asyncio.sleep(0)
             assert not loading.done()
@@ -515,10 +489,8 @@ async def test_what_a_store_has_not_begun_in_its_time_is_not_stored_and_what_it_
 async def test_a_copy_that_was_just_begun_when_the_time_is_over_is_waited_for() -> None:
     async with offloading(layout_of()) as (rank, offload):
         await offload.store("a", [(0, [1])], chain("p", 1))
-        rank.copies.deferred = True
         groups = [(0, [5])]
-        loading = asyncio.create_task(offload.load("b", groups, chain("p", 1), num_tokens=SIZE, timeout_s=0.01))
-        await until(lambda: rank.copies.moves)
+        loading = await rank.begun(offload.load("b", groups, chain("p", 1), num_tokens=SIZE, timeout_s=0.01))
         rank.clock.advance(0.5)
         await asyncio.sleep(0)
         rank.copies.finish()
@@ -590,10 +562,9 @@ async def test_a_failed_store_is_not_found() -> None:
 async def test_a_load_that_takes_too_long_is_a_miss() -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD)) as (rank, offload):
         await store_in_files(rank, offload, "p", [1])
-        assert rank.records is not None
         rank.records.deferred = True
         loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE, timeout_s=2.0))
-        await until(lambda: rank.records is not None and rank.records.moves)
+        await until(lambda: rank.records.moves)
         rank.clock.advance(2.1)
         assert (await loading).num_tokens == 0
         assert not rank.engine.holds()
@@ -653,7 +624,7 @@ async def test_rotten_records_are_dropped_and_never_served() -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD), policy="lru") as (rank, offload):
         before = rank.block(1, 2, 3)
         await store_in_files(rank, offload, "p", [1, 2, 3])
-        disk = rank.records.disk if rank.records is not None else SimDisk(0)
+        disk = rank.records.disk
         disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
         loaded = await offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48)
         assert loaded.num_tokens == SIZE
@@ -669,7 +640,6 @@ async def test_blocks_that_a_slow_disk_was_late_with_are_still_there() -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD), policy="lru") as (rank, offload):
         await store_in_files(rank, offload, "p", [1, 2])
         records = rank.records
-        assert records is not None
         records.deferred = True
         loading = asyncio.create_task(offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32))
         await until(lambda: records.moves)
@@ -684,7 +654,6 @@ async def test_what_a_disk_has_that_takes_no_more_is_read_on() -> None:
     async with offloading(layout_of(), disk=SimDisk(4 * RECORD), policy="lru") as (rank, offload):
         await offload.store("p", [(0, [1, 2, 3, 4])], chain("p", 4))
         await until(lambda: offload.statistics().counters["blocks.write_back"] == 4)
-        assert rank.records is not None
         rank.records.lose("no space left", reads=False)
         await offload.store("q", [(0, list(range(10, 26)))], chain("q", 16))
         await until(lambda: not offload._mover.posted)
@@ -695,12 +664,11 @@ async def test_what_a_disk_has_that_takes_no_more_is_read_on() -> None:
         assert (found.tokens, found.ready_tokens) == (64, 0)
 
 
-async def test_who_closes_writes_to_files_what_is_in_memory_alone(tmp_path: Path) -> None:
+async def test_a_closing_offload_writes_to_files_what_is_in_memory_alone(tmp_path: Path) -> None:
     log = tmp_path / "log"
     disk = SimDisk(64 * RECORD)
     for seconds, blocks in ((0.0, 0), (5.0, 2)):
         async with offloading(layout_of(), disk=disk, engine={"log": LogConfig(file=str(log))}) as (rank, offload):
-            assert rank.records is not None
             rank.records.deferred = True
             await offload.store("a", [(0, [1, 2])], chain("p", 2))
             assert offload.statistics().gauges["to_write_back"] == 0 < len(offload._mover.posted)
@@ -721,19 +689,16 @@ async def test_who_closes_writes_to_files_what_is_in_memory_alone(tmp_path: Path
 
 async def test_an_engine_that_closes_gives_its_files_a_second() -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD)) as (rank, offload):
-        assert rank.records is not None
         rank.records.deferred = True
         await offload.store("a", [(0, list(range(16)))], chain("p", 16))
         began = rank.clock.now()
     assert rank.clock.now() >= began + 1.0
 
 
-async def test_who_closes_writes_to_files_what_still_arrives() -> None:
+async def test_a_closing_offload_writes_to_files_what_still_arrives() -> None:
     disk = SimDisk(64 * RECORD)
     async with offloading(layout_of(), disk=disk) as (rank, offload):
-        rank.copies.deferred = True
-        storing = asyncio.create_task(offload.store("a", [(0, [1, 2, 3])], chain("p", 3)))
-        await until(lambda: rank.copies.moves)
+        storing = await rank.begun(offload.store("a", [(0, [1, 2, 3])], chain("p", 3)))
         closing = asyncio.create_task(offload.aclose(30.0))
         for _ in range(9):
             await asyncio.sleep(0)
@@ -745,14 +710,13 @@ async def test_who_closes_writes_to_files_what_still_arrives() -> None:
     assert len(disk.records) == 3
 
 
-async def test_who_closes_and_waits_for_a_copy_takes_no_turns_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_offload_that_closes_and_waits_for_a_copy_takes_no_turns_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD)) as (rank, offload):
-        assert rank.records is not None
         rank.records.deferred = True
         await offload.store("a", [(0, list(range(8)))], chain("p", 8))
-        rank.copies.deferred = True
-        storing = asyncio.create_task(offload.store("b", [(0, [20])], chain("q", 1)))
-        await until(lambda: rank.copies.moves)
+        storing = await rank.begun(offload.store("b", [(0, [20])], chain("q", 1)))
         turns, pump = list[float](), offload._mover.pump
 
         def counted() -> None:
@@ -822,7 +786,6 @@ async def test_more_jobs_than_there_may_be_are_refused_and_neither_kind_keeps_th
 async def test_an_engine_lives_when_its_disk_does_not() -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD), policy="lru") as (rank, offload):
         await store_in_files(rank, offload, "p", [1])
-        assert rank.records is not None
         rank.records.lose()
         await until(lambda: offload.lookup(chain("p", 1)).tokens == 0)
         before = rank.block(9)
@@ -1088,9 +1051,7 @@ async def test_what_is_evicted_under_a_load_still_arrives() -> None:
     async with offloading(layout_of(), host_bytes=4 * RECORD) as (rank, offload):
         before = rank.block(1, 2)
         await offload.store("a", [(0, [1, 2])], chain("p", 2))
-        rank.copies.deferred = True
-        loading = asyncio.create_task(offload.load("b", [(0, [8, 9])], chain("p", 2), num_tokens=32))
-        await until(lambda: rank.copies.moves)
+        loading = await rank.begun(offload.load("b", [(0, [8, 9])], chain("p", 2), num_tokens=32))
         assert offload.evict() == Evicted(2, 0)
         others = [asyncio.create_task(offload.store(f"c{i}", [(0, [10 + i])], chain(f"q{i}", 1))) for i in range(4)]
         await asyncio.sleep(0)
@@ -1173,7 +1134,7 @@ async def test_as_many_are_lent_at_once_as_there_is_room_for_and_the_others_are_
         await until(lambda: not offload.statistics().gauges["pins"])
 
 
-async def test_who_is_cancelled_while_it_lends_leaves_no_pin() -> None:
+async def test_a_lend_that_is_cancelled_leaves_no_pin() -> None:
     network = EngineConfig(engine_id="worker-host")
     rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), network_=network, policy="lru", max_bytes=RECORD)
     async with rank.running() as offload:
@@ -1228,9 +1189,7 @@ async def test_an_engine_that_closes_closes_its_offload_first() -> None:
     rank = Rank(layout_of())
     async with rank.engine, rank.offload as offload:
         await offload.store("a", [(0, [1])], chain("p", 1))
-        rank.copies.deferred = True
-        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
-        await until(lambda: rank.copies.moves)
+        loading = await rank.begun(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
         closing = asyncio.create_task(rank.engine.aclose())
         await asyncio.sleep(0)
         await asyncio.sleep(0)
@@ -1248,9 +1207,7 @@ async def test_closing_does_not_wait_for_ever() -> None:
     rank = Rank(layout_of())
     async with rank.engine:
         await rank.offload.start()
-        rank.copies.deferred = True
-        storing = asyncio.create_task(rank.offload.store("a", [(0, [1])], chain("p", 1)))
-        await until(lambda: rank.copies.moves)
+        storing = await rank.begun(rank.offload.store("a", [(0, [1])], chain("p", 1)))
         closing = asyncio.create_task(rank.offload.aclose(5.0))
         with anyio.fail_after(5):
             while not closing.done():
@@ -1279,7 +1236,6 @@ async def test_a_start_that_fails_leaves_nothing_behind() -> None:
 async def test_the_loop_goes_on_while_files_are_opened() -> None:
     rank = Rank(layout_of(), disk=SimDisk(64 * RECORD))
     records, go = rank.records, threading.Event()
-    assert records is not None
     begin = records.start
 
     def wait_and_begin(*args: Any) -> Any:
@@ -1311,8 +1267,7 @@ async def test_closing_has_one_time_for_all_of_it_and_a_second_attempt_tells_its
     async with rank.running() as offload:
         await offload.store("a", [(0, [1])], chain("p", 1))
         rank.copies.deferred, given = True, list[float]()
-        loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
-        await until(lambda: rank.copies.moves)
+        loading = await rank.begun(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
 
         async def quiesce(timeout_s: float) -> None:
             given.append(round(timeout_s, 3))
@@ -1357,7 +1312,6 @@ async def test_an_engine_that_is_closed_again_waits_for_its_offload_again(monkey
 @contextlib.contextmanager
 def hanging(rank: Rank) -> Iterator[threading.Event]:
     """A disk that does not answer before it is told to."""
-    assert rank.records is not None
     go, begin = threading.Event(), rank.records.start
 
     def hang(*args: Any) -> Any:
@@ -1399,7 +1353,6 @@ async def test_a_start_on_a_disk_that_hangs_is_given_up_in_time(way: str, tmp_pa
                 await until(closing.done)
                 assert closing.result() == ()
             assert rank.engine._driver.guests == []
-            assert rank.records is not None
             assert not rank.records.is_open
             go.set()
             await until(lambda: rank.offload._tiers._tidying)

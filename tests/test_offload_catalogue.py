@@ -51,12 +51,30 @@ def outcomes(catalogue: Catalogue) -> dict[str, JobOutcome]:
     return {told.job_id: told.outcome for told in catalogue.news() if isinstance(told, JobEnded)}
 
 
+def put(catalogue: Catalogue, *args: Any, **more: Any) -> None:
+    """Store blocks, and carry it out."""
+    catalogue.store(*args, **more)
+    carry_out(catalogue)
+
+
+def holding(keys: list[bytes], host_bytes: int) -> Catalogue:
+    """Return a catalogue that has stored a prompt."""
+    catalogue = Catalogue([FULL], 16, host_bytes)
+    put(catalogue, "a", keys)
+    return catalogue
+
+
+def last_end(catalogue: Catalogue) -> JobEnded:
+    told = catalogue.news()[-1]
+    assert isinstance(told, JobEnded)
+    return told
+
+
 def with_file(blocks: int = 100, stored: int = 10, **more: Any) -> Catalogue:
     """A catalogue whose file tier alone has a prompt."""
     catalogue = Catalogue([FULL], 16, blocks * KIB, 100 * KIB, **more)
     for i in range(0, stored, blocks):
-        catalogue.store(f"warm {i}", prompt(stored), positions=[range(i, min(stored, i + blocks))])
-        carry_out(catalogue)
+        put(catalogue, f"warm {i}", prompt(stored), positions=[range(i, min(stored, i + blocks))])
         catalogue.evict(place=Place.HOST)
     catalogue.news()
     return catalogue
@@ -78,8 +96,7 @@ def test_what_is_stored_is_found_and_loaded() -> None:
 
 def test_a_prefix_ends_where_all_groups_can_go_on() -> None:
     catalogue = Catalogue([FULL, STATE], 16, 1 << 20)
-    catalogue.store("a", prompt(12), positions=[range(12), [0, 1]])
-    carry_out(catalogue)
+    put(catalogue, "a", prompt(12), positions=[range(12), [0, 1]])
     found = catalogue.lookup(prompt(12))
     assert (found.tokens, [group.tokens for group in found.groups]) == (128, [192, 128])
 
@@ -87,31 +104,24 @@ def test_a_prefix_ends_where_all_groups_can_go_on() -> None:
 def test_a_chain_is_evicted_from_its_end() -> None:
     for policy in ("lru", "s3-fifo"):
         catalogue = Catalogue([FULL], 16, 10 * KIB, policy=policy)
-        catalogue.store("a", prompt(10))
-        carry_out(catalogue)
-        catalogue.store("b", prompt(4, "q"))
-        carry_out(catalogue)
+        put(catalogue, "a", prompt(10))
+        put(catalogue, "b", prompt(4, "q"))
         assert catalogue.lookup(prompt(10)).tokens == 6 * 16
         assert catalogue.lookup(prompt(4, "q")).tokens == 4 * 16
 
 
 def test_a_store_does_not_evict_the_prefix_that_it_goes_on_from() -> None:
-    catalogue = Catalogue([FULL], 16, 10 * KIB)
-    catalogue.store("a", prompt(8))
-    carry_out(catalogue)
-    catalogue.store("b", prompt(20))
-    carry_out(catalogue)
-    told = catalogue.news()[-1]
-    assert isinstance(told, JobEnded)
+    catalogue = holding(prompt(8), 10 * KIB)
+    put(catalogue, "b", prompt(20))
+    told = last_end(catalogue)
     assert (told.outcome, told.blocks, told.known, told.missing) == (JobOutcome.DONE, 2, 8, (tuple(range(10, 20)),))
     assert catalogue.lookup(prompt(20)).tokens == 160
 
 
-def test_who_loads_the_end_of_a_chain_uses_its_start_as_well() -> None:
+def test_a_load_of_the_end_of_a_chain_uses_its_start_as_well() -> None:
     catalogue = Catalogue([FULL], 16, 20 * KIB)
     catalogue.store("a", prompt(10))
-    catalogue.store("b", prompt(10, "q"))
-    carry_out(catalogue)
+    put(catalogue, "b", prompt(10, "q"))
     catalogue.load("c", prompt(10), positions=[range(5, 10)])
     carry_out(catalogue)
     catalogue.store("d", prompt(10, "r"))
@@ -119,25 +129,21 @@ def test_who_loads_the_end_of_a_chain_uses_its_start_as_well() -> None:
     assert catalogue.lookup(prompt(10, "q")).tokens == 0
 
 
-def test_who_stores_what_is_known_uses_it() -> None:
+def test_a_store_of_known_blocks_uses_them() -> None:
     catalogue = Catalogue([FULL], 16, 20 * KIB)
     for name, prefix in (("a", "p"), ("b", "q"), ("c", "p")):
-        catalogue.store(name, prompt(10, prefix))
-        carry_out(catalogue)
+        put(catalogue, name, prompt(10, prefix))
     catalogue.store("d", prompt(10, "r"))
     assert catalogue.lookup(prompt(10)).tokens == 160
     assert catalogue.lookup(prompt(10, "q")).tokens == 0
 
 
 def test_a_block_in_the_middle_that_is_gone_ends_the_prefix() -> None:
-    catalogue = Catalogue([FULL], 16, 1 << 20)
-    catalogue.store("a", prompt(10))
-    carry_out(catalogue)
+    catalogue = holding(prompt(10), 1 << 20)
     catalogue.evict([b"p5"])
     assert catalogue.lookup(prompt(10)).tokens == 80
     catalogue.load("b", prompt(10))
-    told = catalogue.news()[-1]
-    assert isinstance(told, JobEnded)
+    told = last_end(catalogue)
     assert (told.outcome, told.missing) == (JobOutcome.MISSING, ((5,),))
     catalogue.store("c", prompt(10))
     assert [piece.positions for move in carry_out(catalogue) for piece in move.pieces] == [(5,)]
@@ -169,8 +175,7 @@ def test_a_store_that_one_group_has_no_room_for_evicts_nothing_of_others(policy:
     state = StoredGroup(name="state", block_size=16, record_bytes=2 * KIB, is_state=True)
     catalogue = Catalogue([FULL, state], 16, 256 * KIB, policy=policy)
     for i in range(16):
-        catalogue.store(f"a{i}", prompt(14, f"a{i}"), positions=[range(14), [13]])
-        carry_out(catalogue)
+        put(catalogue, f"a{i}", prompt(14, f"a{i}"), positions=[range(14), [13]])
     for i in range(16):
         catalogue.pin(f"lease{i}", prompt(14, f"a{i}"), positions=[[0], [13]])
     before = [dict(index) for index in catalogue.host.index]
@@ -180,8 +185,7 @@ def test_a_store_that_one_group_has_no_room_for_evicts_nothing_of_others(policy:
     assert catalogue.host.evicted == 0
     assert catalogue.host.index == before
     catalogue.unpin("lease3")
-    catalogue.store("c", prompt(100, "c"), positions=[range(100), [99]], is_prefix=True)
-    carry_out(catalogue)
+    put(catalogue, "c", prompt(100, "c"), positions=[range(100), [99]], is_prefix=True)
     assert catalogue.lookup(prompt(100, "c")).tokens == 1600
 
 
@@ -201,16 +205,14 @@ def test_no_store_evicts_for_nothing(seed: int) -> None:
             catalogue.pin(pin, prompt(rng.randrange(1, 150), f"p{rng.randrange(12)}"))
 
 
-def test_of_a_prompt_that_is_too_large_nothing_is_stored_that_nobody_could_use() -> None:
+def test_of_a_prompt_that_is_too_large_no_unusable_block_is_stored() -> None:
     catalogue = Catalogue([FULL, STATE], 16, 80 * KIB)
-    catalogue.store("small", prompt(4, "q"), positions=[range(4), [0]])
-    carry_out(catalogue)
+    put(catalogue, "small", prompt(4, "q"), positions=[range(4), [0]])
     catalogue.pin("pin", prompt(4, "q"))
     catalogue.store("large", prompt(100), positions=[range(100), [24]], is_prefix=True)
     assert not carry_out(catalogue)
     assert catalogue.lookup(prompt(4, "q")).tokens == 64
-    catalogue.store("less", prompt(100), positions=[range(100), [2, 24]], is_prefix=True)
-    carry_out(catalogue)
+    put(catalogue, "less", prompt(100), positions=[range(100), [2, 24]], is_prefix=True)
     assert catalogue.lookup(prompt(100)).tokens == 3 * 64
 
 
@@ -223,7 +225,7 @@ def test_two_that_store_the_same_store_it_once() -> None:
     assert {told.job_id: told.blocks for told in catalogue.news() if isinstance(told, JobEnded)} == {"a": 5, "b": 8}
 
 
-def test_who_waits_for_a_store_that_is_cancelled_stores_it() -> None:
+def test_a_job_that_waits_for_a_store_that_is_cancelled_stores_it() -> None:
     catalogue = Catalogue([FULL], 16, 1 << 20)
     catalogue.store("a", prompt(5))
     catalogue.store("b", prompt(5))
@@ -234,7 +236,7 @@ def test_who_waits_for_a_store_that_is_cancelled_stores_it() -> None:
     assert not catalogue.cancel("a")
 
 
-def test_who_waits_for_a_store_that_fails_fails() -> None:
+def test_a_job_that_waits_for_a_store_that_fails_fails() -> None:
     catalogue = Catalogue([FULL], 16, 1 << 20)
     catalogue.store("a", prompt(5))
     catalogue.store("b", prompt(5))
@@ -244,7 +246,7 @@ def test_who_waits_for_a_store_that_fails_fails() -> None:
     assert catalogue.lookup(prompt(5)).tokens == 0
 
 
-def test_who_waits_for_two_that_fail_one_with_the_other_fails_once() -> None:
+def test_a_job_that_waits_for_two_that_fail_one_with_the_other_fails_once() -> None:
     catalogue = Catalogue([FULL], 16, 1 << 20)
     catalogue.store("a", prompt(2))
     [move] = catalogue.moves(0.0)
@@ -290,8 +292,7 @@ def test_what_is_in_doubt_keeps_its_slots_and_its_callers_blocks() -> None:
 def test_a_lookup_of_1000_keys_takes_less_than_a_millisecond() -> None:
     """The best of some: what else the machine does is not ours."""
     catalogue = Catalogue([FULL, WINDOW, STATE], 16, 1 << 24)
-    catalogue.store("a", prompt(1000), positions=[range(1000), range(500), range(250)])
-    carry_out(catalogue)
+    put(catalogue, "a", prompt(1000), positions=[range(1000), range(500), range(250)])
     keys, took = prompt(1000), []
     for _ in range(20):
         began = time.perf_counter()
@@ -314,9 +315,7 @@ def looked_at(catalogue: Catalogue) -> list[Entry]:
 
 
 def test_a_tier_that_is_pinned_is_not_searched_again_and_again() -> None:
-    catalogue = Catalogue([FULL], 16, 200 * KIB)
-    catalogue.store("a", prompt(200))
-    carry_out(catalogue)
+    catalogue = holding(prompt(200), 200 * KIB)
     catalogue.pin("lease", prompt(200))
     looks = looked_at(catalogue)
     for i in range(10):
@@ -329,8 +328,7 @@ def test_a_tier_that_is_pinned_is_not_searched_again_and_again() -> None:
 @pytest.mark.parametrize("policy", ["lru", "s3-fifo"])
 def test_what_is_pinned_is_not_passed_again_by_each_store(policy: str) -> None:
     catalogue = Catalogue([FULL], 16, 201 * KIB, policy=policy)
-    catalogue.store("a", prompt(200))
-    carry_out(catalogue)
+    put(catalogue, "a", prompt(200))
     catalogue.pin("lease", prompt(200))
     looks = looked_at(catalogue)
     for i in range(100):  # all through one slot
@@ -348,19 +346,16 @@ def test_what_is_pinned_is_not_passed_again_by_each_store(policy: str) -> None:
 def test_what_is_pinned_stays() -> None:
     for policy in ("lru", "s3-fifo"):
         catalogue = Catalogue([FULL], 16, 10 * KIB, policy=policy)
-        catalogue.store("a", prompt(5))
-        carry_out(catalogue)
+        put(catalogue, "a", prompt(5))
         [piece] = catalogue.pin("lease", prompt(5))
         assert (piece.positions, piece.host_slots) == (tuple(range(5)), tuple(range(5)))
         for i in range(5):
-            catalogue.store(f"b{i}", prompt(10, f"other{i}"))
-            carry_out(catalogue)
+            put(catalogue, f"b{i}", prompt(10, f"other{i}"))
         assert catalogue.lookup(prompt(5)).ready_tokens == 80
         assert catalogue.unpin("lease")
         assert not catalogue.unpin("lease")
         for i in range(3):
-            catalogue.store(f"c{i}", prompt(10, f"more{i}"))
-            carry_out(catalogue)
+            put(catalogue, f"c{i}", prompt(10, f"more{i}"))
         assert catalogue.lookup(prompt(5)).tokens == 0
 
 
@@ -378,8 +373,7 @@ def test_promotions_do_not_evict_what_their_job_needs() -> None:
     """Half is in host memory and half in files, and host memory is full of other blocks that are held."""
     catalogue = with_file(blocks=16, stored=16)
     catalogue.store("a", prompt(8))
-    catalogue.store("b", prompt(6, "held"))
-    carry_out(catalogue)
+    put(catalogue, "b", prompt(6, "held"))
     catalogue.pin("lease", prompt(6, "held"))
     catalogue.load("c", prompt(16))
     moves = carry_out(catalogue)
@@ -411,13 +405,11 @@ def test_loads_that_wait_for_room_are_not_all_looked_at_in_every_turn() -> None:
 
 def test_a_load_fails_that_could_only_wait_for_pins() -> None:
     catalogue = with_file(blocks=10, stored=8)
-    catalogue.store("a", prompt(10, "held"))
-    carry_out(catalogue)
+    put(catalogue, "a", prompt(10, "held"))
     catalogue.pin("the lease", prompt(10, "held"))
     catalogue.load("b", prompt(8))
     assert catalogue.moves(0.0) == []
-    told = catalogue.news()[-1]
-    assert isinstance(told, JobEnded)
+    told = last_end(catalogue)
     assert told.outcome is JobOutcome.NO_ROOM
     assert "10 of 10 blocks are held by 1 pins and leases ('the lease'); let some go, or raise host_by" in told.cause
     catalogue.unpin("the lease")
@@ -429,8 +421,7 @@ def test_a_load_fails_that_could_only_wait_for_pins() -> None:
 def test_of_loads_that_pin_what_they_load_the_last_gives_way() -> None:
     catalogue = Catalogue([FULL], 16, 10 * KIB, 100 * KIB, budgets={MoveKind.PROMOTION: 2 * KIB}, move_bytes=2 * KIB)
     for name in "pqrs":
-        catalogue.store(name, prompt(4, name))
-        carry_out(catalogue)
+        put(catalogue, name, prompt(4, name))
     catalogue.evict(place=Place.HOST)
     for name in "pqrs":
         catalogue.load(f"load {name}", prompt(4, name), is_pinning=name != "s")
@@ -465,17 +456,14 @@ def test_a_corrupt_block_fails_its_load_and_is_found_no_more() -> None:
     [move] = catalogue.moves(0.0)
     catalogue.ended(move.move_id, Ending.DONE, lost=[3])
     carry_out(catalogue)
-    told = catalogue.news()[-1]
-    assert isinstance(told, JobEnded)
+    told = last_end(catalogue)
     assert (told.outcome, 3 in told.missing[0]) == (JobOutcome.FAILED, True)
     assert catalogue.lookup(prompt(10)).tokens == 48
     assert catalogue.forgotten() == [(0, 3)]
 
 
 def test_what_a_load_needs_is_loaded_though_it_is_evicted() -> None:
-    catalogue = Catalogue([FULL], 16, 10 * KIB)
-    catalogue.store("a", prompt(5))
-    carry_out(catalogue)
+    catalogue = holding(prompt(5), 10 * KIB)
     catalogue.load("b", prompt(5))
     assert catalogue.evict() == (5, 0)
     catalogue.store("c", prompt(10, "q"))
@@ -600,8 +588,7 @@ def test_what_a_file_tier_takes_no_more_is_counted() -> None:
     assert catalogue.statistics()["write_backs_lost"] == 8
     catalogue.ended(back, Ending.FAILED)
     assert catalogue.statistics()["write_backs_lost"] == 10
-    catalogue.store("b", prompt(12))
-    carry_out(catalogue)
+    put(catalogue, "b", prompt(12))
     assert catalogue.statistics()["write_backs_lost"] == 12
     assert not carry_out(catalogue)
 
@@ -631,18 +618,14 @@ def test_all_that_is_evicted_is_found_no_more_at_once_and_dropped_little_by_litt
     catalogue.unpin("pin")
     assert catalogue.evict() == (14, 0)
     assert not list(catalogue.host.entries())
-    catalogue.store("c", prompt(5000, "new"))
-    carry_out(catalogue)
+    put(catalogue, "c", prompt(5000, "new"))
     assert catalogue.lookup(prompt(5000, "new")).tokens == 5000 * 16
 
 
 def test_room_is_made_by_what_is_to_be_dropped_anyway() -> None:
-    catalogue = Catalogue([FULL], 16, 2000 * KIB)
-    catalogue.store("a", prompt(2000))
-    carry_out(catalogue)
+    catalogue = holding(prompt(2000), 2000 * KIB)
     catalogue.evict()
-    catalogue.store("b", prompt(1990, "q"))
-    carry_out(catalogue)
+    put(catalogue, "b", prompt(1990, "q"))
     assert catalogue.lookup(prompt(1990, "q")).tokens == 1990 * 16
 
 
@@ -694,14 +677,12 @@ def test_other_models_blocks_are_not_found_and_go_first_the_oldest_of_them_befor
     catalogue.store("a", prompt(2, "a"))  # into the room that is free
     carry_out(catalogue)
     assert catalogue.forgotten() == []
-    catalogue.store("b", prompt(3, "b"))
-    carry_out(catalogue)
+    put(catalogue, "b", prompt(3, "b"))
     assert catalogue.forgotten() == others[:3]
     catalogue.evict()  # of its own prompts: those of others stay
     carry_out(catalogue)
     assert not set(catalogue.forgotten()) & set(others[3:])
-    catalogue.store("c", prompt(20, "c"))
-    carry_out(catalogue)
+    put(catalogue, "c", prompt(20, "c"))
     assert set(others[3:]) <= set(catalogue.forgotten())
     catalogue.evict(place=Place.HOST)
     assert catalogue.lookup(prompt(20, "c")).tokens == 320
@@ -719,8 +700,7 @@ def test_chunks_of_other_models_blocks_go_before_any_of_its_own(policy: str) -> 
     assert catalogue.recover([(0, slot, h) for slot, h in zip(places[0], mine, strict=True)], others) == len(mine)
     assert audit(catalogue) == []
     count = len(places[0]) // 2
-    catalogue.store("a", prompt(count, "a"), positions=[range(count), ()])
-    carry_out(catalogue)
+    put(catalogue, "a", prompt(count, "a"), positions=[range(count), ()])
     gone = catalogue.forgotten()
     assert gone
     assert {group for group, _ in gone} == {1}
@@ -730,10 +710,8 @@ def test_chunks_of_other_models_blocks_go_before_any_of_its_own(policy: str) -> 
 def test_a_size_of_record_gets_room_that_another_has_not_used_for_longest() -> None:
     catalogue = Catalogue([FULL, STATE], 16, 400 * KIB)
     for i in range(8):  # all room is taken by the blocks of one group
-        catalogue.store(f"a{i}", prompt(48, f"a{i}"), positions=[range(48), ()])
-        carry_out(catalogue)
-    catalogue.store("b", prompt(48, "b"), positions=[(), range(12)])
-    carry_out(catalogue)
+        put(catalogue, f"a{i}", prompt(48, f"a{i}"), positions=[range(48), ()])
+    put(catalogue, "b", prompt(48, "b"), positions=[(), range(12)])
     assert catalogue.lookup(prompt(48, "a0")).groups[0].tokens < 48 * 16
     assert catalogue.lookup(prompt(48, "a7")).groups[0].tokens == 48 * 16
     assert len(catalogue.host.index[1]) == 12
@@ -742,19 +720,16 @@ def test_a_size_of_record_gets_room_that_another_has_not_used_for_longest() -> N
 def test_a_size_of_record_follows_what_is_used() -> None:
     catalogue = Catalogue([FULL, STATE], 16, 400 * KIB)
     for i in range(8):
-        catalogue.store(f"a{i}", prompt(48, f"a{i}"), positions=[range(48), range(1)])
-        carry_out(catalogue)
+        put(catalogue, f"a{i}", prompt(48, f"a{i}"), positions=[range(48), range(1)])
     for i in range(30):
-        catalogue.store(f"b{i}", prompt(40, f"b{i}"), positions=[(), range(10)])
-        carry_out(catalogue)
+        put(catalogue, f"b{i}", prompt(40, f"b{i}"), positions=[(), range(10)])
     assert catalogue.host.slots.owners.count(1) > 0.8 * catalogue.host.slots.num_chunks
 
 
 def test_an_audit_says_what_does_not_add_up() -> None:
     catalogue = Catalogue([FULL, STATE], 16, 400 * KIB)
     catalogue.store("a", prompt(8))
-    catalogue.store("b", prompt(4, "q"))
-    carry_out(catalogue)
+    put(catalogue, "b", prompt(4, "q"))
     assert catalogue.statistics()["host_evicted"] == 0
     first, second, third, *_ = catalogue.host.entries()
     first.hold("nobody")

@@ -128,10 +128,10 @@ PLANTED = {
         "_abandon",
         "if heir is not None",
         "if False",
-        example.test_who_waits_for_a_store_that_is_cancelled_stores_it,
+        example.test_a_job_that_waits_for_a_store_that_is_cancelled_stores_it,
     ),
     "who waits for a store is not told that it failed": Bug(
-        Jobs, "lost", "self.waiting(entry)", "[]", example.test_who_waits_for_a_store_that_fails_fails
+        Jobs, "lost", "self.waiting(entry)", "[]", example.test_a_job_that_waits_for_a_store_that_fails_fails
     ),
     "who waits for a store is not told that it is done": Bug(
         C,

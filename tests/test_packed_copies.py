@@ -423,9 +423,23 @@ class Owner:
         )
 
 
-def test_a_copy_is_made_once_and_named_once_it_is_made() -> None:
-    owner = Owner()
+def claimed(num_slots: int = 4) -> Owner:
+    owner = Owner(num_slots)
     owner.claim()
+    return owner
+
+
+def two_asked() -> tuple[Owner, int]:
+    """Return an owner that makes one of two copies of one reader, in one of two slots."""
+    owner = claimed(2)
+    owner.pack(1)
+    owner.pack(2)
+    (slot,) = owner.making
+    return owner, slot
+
+
+def test_a_copy_is_made_once_and_named_once_it_is_made() -> None:
+    owner = claimed()
     assert owner.pack(7) == []
     (slot,) = owner.making
     assert owner.pack(7) == [], "it is being made"
@@ -488,8 +502,7 @@ def test_without_a_running_grant_of_its_own_a_reader_gets_no_copy(how: str) -> N
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_recipe_is_refused_by_name_and_changes_nothing_else(name: str) -> None:
-    owner = Owner()
-    owner.claim()
+    owner = claimed()
     core = owner.rank.core
     data = encode_packet("reader", core.identity.incarnation, [Pack(owner.params.key, "pull", 7, HOSTILE[name])])
     core.receive(ReplyTo(b"way"), data, owner.world.now)
@@ -504,8 +517,7 @@ def test_a_hostile_recipe_is_refused_by_name_and_changes_nothing_else(name: str)
 
 
 def test_a_release_frees_all_copies_of_its_pull() -> None:
-    owner = Owner(8)
-    owner.claim()
+    owner = claimed(8)
     for nonce in (1, 2, 3):
         owner.pack(nonce)
     slots = owner.making
@@ -520,8 +532,7 @@ def test_a_release_frees_all_copies_of_its_pull() -> None:
 
 
 def test_a_copy_that_is_being_made_when_its_grant_ends_keeps_its_slot() -> None:
-    owner = Owner(2)
-    owner.claim()
+    owner = claimed(2)
     owner.pack(1)
     (slot,) = owner.making
     owner.release(outcome=Outcome.RETRY)
@@ -535,11 +546,7 @@ def test_a_copy_that_is_being_made_when_its_grant_ends_keeps_its_slot() -> None:
 
 
 def test_a_copy_that_was_not_made_is_refused_and_its_slot_is_free() -> None:
-    owner = Owner(2)
-    owner.claim()
-    owner.pack(1)
-    owner.pack(2)
-    (slot,) = owner.making
+    owner, slot = two_asked()
     answers = owner.made(slot, "MemoryError()")
     assert owner.refuses(answers, 1)
     assert owner.making == [slot], "the next copy is made there"
@@ -550,11 +557,7 @@ def test_a_copy_that_was_not_made_is_refused_and_its_slot_is_free() -> None:
 
 
 def test_unpack_makes_way_for_what_waits() -> None:
-    owner = Owner(2)
-    owner.claim()
-    owner.pack(1)
-    owner.pack(2)
-    (slot,) = owner.making
+    owner, slot = two_asked()
     owner.made(slot)
     assert owner.making == []
     owner.unpack(1, sender="thief")
@@ -584,8 +587,7 @@ def test_a_stranger_with_another_key_unpacks_nothing() -> None:
 
 
 def test_what_waits_can_be_unpacked_and_is_then_never_made() -> None:
-    owner = Owner(2)
-    owner.claim()
+    owner = claimed(2)
     for nonce in (1, 2, 3):
         owner.pack(nonce)
     (slot,) = owner.making
@@ -597,8 +599,7 @@ def test_what_waits_can_be_unpacked_and_is_then_never_made() -> None:
 
 
 def test_of_one_reader_few_copies_wait() -> None:
-    owner = Owner(2)
-    owner.claim()
+    owner = claimed(2)
     for nonce in range(1 + MAX_WAITING):
         assert owner.pack(nonce) == []
     assert owner.refuses(owner.pack(99), 99)
@@ -635,8 +636,7 @@ def test_of_all_connections_few_copies_wait(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_refusal_for_want_of_room_leaves_nothing_behind() -> None:
-    owner = Owner(2)
-    owner.claim()
+    owner = claimed(2)
     for nonce in range(1 + MAX_WAITING):
         owner.pack(nonce)
     other = owner.world.params([owner.rank], "s", [5], 4, written=True)
@@ -688,8 +688,7 @@ def test_slots_are_shared_as_staging_memory_is() -> None:
 
 
 def test_with_a_grant_its_copies_end_and_it_is_never_granted_again() -> None:
-    owner = Owner()
-    owner.claim()
+    owner = claimed()
     owner.pack(1)
     owner.pack(2)
     slots = owner.making
@@ -715,8 +714,7 @@ def test_with_a_grant_its_copies_end_and_it_is_never_granted_again() -> None:
 
 
 def test_without_copies_a_pull_is_granted_again() -> None:
-    owner = Owner()
-    owner.claim()
+    owner = claimed()
     owner.pack(1, asked=HOSTILE["a group beyond"])
     owner.world.advance(GRANT_S + 0.01)
     (granted,) = owner.claim()
@@ -725,8 +723,7 @@ def test_without_copies_a_pull_is_granted_again() -> None:
 
 def test_a_grant_that_is_renewed_before_anybody_looks_keeps_its_copies() -> None:
     """It ran out, and nothing was done about it: neither the blocks nor the slot went to another."""
-    owner = Owner()
-    owner.claim()
+    owner = claimed()
     owner.pack(1)
     (slot,) = owner.making
     owner.made(slot)
@@ -738,11 +735,7 @@ def test_a_grant_that_is_renewed_before_anybody_looks_keeps_its_copies() -> None
 
 @pytest.mark.parametrize("how", ["revoked", "closed"])
 def test_an_owner_that_takes_its_blocks_back_keeps_copies_for_as_long_as_the_grant(how: str) -> None:
-    owner = Owner(2)
-    owner.claim()
-    owner.pack(1)
-    owner.pack(2)
-    (slot,) = owner.making
+    owner, slot = two_asked()
     owner.made(slot)
     if how == "revoked":
         owner.rank.core.prefill.revoke(owner.lease, owner.world.now)
@@ -794,11 +787,12 @@ class Pair:
         self.world.settle(self.reader)
         return pull
 
-    def deliver_until(self, kind: Kind) -> None:
+    def until(self, kind: Kind) -> Pair:
         """Deliver letters until one says this, which stays."""
         while self.world.letters and not self.says(kind, self.world.letters[0].data):
             self.world.deliver()
         assert self.world.letters, f"nobody says {kind.__name__}"
+        return self
 
     @staticmethod
     def says(kind: Kind, data: bytes) -> bool:
@@ -822,6 +816,13 @@ class Pair:
         both, (ours, theirs) = zip(self.mine, self.theirs, strict=True), (self.reader.buffers, self.owner.buffers)
         return all(ours.head(a, head) == theirs.head(b, head) for a, b in both for head in range(8))
 
+    def ends_well(self) -> None:
+        """Let the pull run to its end: every byte in place, and nothing left behind."""
+        self.world.run()
+        assert self.pull.reason is Reason.COMPLETE
+        assert self.is_right()
+        assert self.is_clean()
+
     def is_clean(self) -> bool:
         self.world.check()
         copies, decode = self.owner.core.prefill.copies, self.reader.core.decode
@@ -835,9 +836,7 @@ class Pair:
 
 def test_packed_copies_fill_the_blocks() -> None:
     pair = Pair()
-    pair.world.run()
-    assert pair.pull.reason is Reason.COMPLETE
-    assert pair.is_right()
+    pair.ends_well()
     assert all(read.slot >= 0 for read in pair.reader.posts.values())
     counters, number = pair.owner.core.outbox.counters, len(pair.reader.posts)
     assert number == 8
@@ -847,14 +846,11 @@ def test_packed_copies_fill_the_blocks() -> None:
     assert (pair.lease.num_packed, pair.pull.measures.num_packed) == (number, number)
     assert pair.pull.is_over
     assert pair.lease.is_over
-    assert pair.is_clean()
 
 
 def test_small_copies_are_not_worth_a_round_trip() -> None:
     pair = Pair(least_packed=ROW + 1)
-    pair.world.run()
-    assert pair.pull.reason is Reason.COMPLETE
-    assert pair.is_right()
+    pair.ends_well()
     assert pair.asked == 0
     assert all(read.is_staged for read in pair.reader.posts.values())
 
@@ -862,23 +858,18 @@ def test_small_copies_are_not_worth_a_round_trip() -> None:
 def test_slots_that_are_too_short_are_not_asked_for() -> None:
     """A peer says how long its slots are. Reads of a row each would keep the loop busy for long."""
     pair = Pair(slot_bytes=ROW, least_packed=2 * ROW)
-    pair.world.run()
-    assert pair.pull.reason is Reason.COMPLETE
-    assert pair.is_right()
+    pair.ends_well()
     assert not any(read.table.pack_bytes for read in pair.reader.posts.values())
 
 
 def test_few_copies_are_asked_for_at_a_time() -> None:
-    pair = Pair(num_slots=64)
-    pair.deliver_until(Pack)
+    pair = Pair(num_slots=64).until(Pack)
     assert pair.asked == MAX_ASKED
     assert not pair.reader.reads
-    pair.deliver_until(Packed)
+    pair.until(Packed)
     pair.world.deliver()
     assert pair.asked == 2 * MAX_ASKED
-    pair.world.run()
-    assert pair.is_right()
-    assert pair.is_clean()
+    pair.ends_well()
 
 
 def test_what_the_owner_refuses_is_staged() -> None:
@@ -889,18 +880,14 @@ def test_what_the_owner_refuses_is_staged() -> None:
         pair.world.finish_copy(pair.owner, slot, "trouble")
     pair.world.auto_pack = True
     pair.world.settle(pair.owner)
-    pair.world.run()
-    assert pair.pull.reason is Reason.COMPLETE
-    assert pair.is_right()
+    pair.ends_well()
     assert sorted(read.is_staged for read in pair.reader.posts.values()) == [False] * 4 + [True] * 4
     assert pair.pull.measures.num_packed == 4
-    assert pair.is_clean()
 
 
 @pytest.mark.parametrize("lost", [Pack, Packed])
 def test_a_reader_without_an_answer_reads_the_blocks_and_asks_nothing_for_a_while(lost: Kind) -> None:
-    pair = Pair()
-    pair.deliver_until(lost)
+    pair = Pair().until(lost)
     assert pair.lose(lost) == MAX_ASKED
     pair.world.deliver_all()
     pair.world.advance(PATIENCE_S - 0.01)
@@ -908,9 +895,7 @@ def test_a_reader_without_an_answer_reads_the_blocks_and_asks_nothing_for_a_whil
     pair.world.advance(0.02)
     assert len(pair.reader.reads) == 8
     assert pair.reader.core.outbox.counters["copies.late"] == 8
-    pair.world.run()
-    assert pair.pull.reason is Reason.COMPLETE
-    assert pair.is_right()
+    pair.ends_well()
     assert pair.is_clean()
     began = pair.world.now
     pair.begin([5, 6])
@@ -930,8 +915,7 @@ def test_a_reader_without_an_answer_reads_the_blocks_and_asks_nothing_for_a_whil
 
 
 def test_an_answer_that_comes_too_late_is_passed_over_and_the_slot_comes_back() -> None:
-    pair = Pair()
-    pair.deliver_until(Packed)
+    pair = Pair().until(Packed)
     late = [letter for letter in pair.world.letters if pair.says(Packed, letter.data)]
     pair.world.letters = [letter for letter in pair.world.letters if letter not in late]
     pair.world.advance(PATIENCE_S + 0.01)
@@ -946,8 +930,7 @@ def test_an_answer_that_comes_too_late_is_passed_over_and_the_slot_comes_back() 
 
 
 def test_a_reader_that_waits_no_more_says_so_or_slots_would_be_in_use_until_its_release() -> None:
-    pair = Pair()
-    pair.deliver_until(Packed)
+    pair = Pair().until(Packed)
     pair.lose(Packed)
     pair.world.deliver_all()
     assert pair.owner.core.prefill.copies.slots.num_in_use == MAX_ASKED
@@ -956,14 +939,11 @@ def test_a_reader_that_waits_no_more_says_so_or_slots_would_be_in_use_until_its_
     assert not pair.lease.is_over
     assert pair.owner.core.outbox.counters["received.unpack"] == 8  # of those that were not asked for too
     assert not pair.owner.core.prefill.copies.slots.num_in_use
-    pair.world.run()
-    assert pair.is_right()
-    assert pair.is_clean()
+    pair.ends_well()
 
 
 def test_stale_and_foreign_answers_change_nothing() -> None:
-    pair = Pair()
-    pair.deliver_until(Packed)
+    pair = Pair().until(Packed)
     (letter,) = pair.world.letters
     packet = decode_packet(letter.data)
     packed = packet.messages[0]
@@ -983,29 +963,30 @@ def test_stale_and_foreign_answers_change_nothing() -> None:
     assert len(reads) == MAX_ASKED
     pair.world.deliver(0)  # again
     assert dict(pair.reader.reads) == reads
-    pair.world.run()
-    assert pair.is_right()
-    assert pair.is_clean()
+    pair.ends_well()
+
+
+def two_owners(*, auto_pack: bool = True) -> tuple[World, list[Rank], Rank, Pull]:
+    """Return two ranks that pack for one reader, which has asked both."""
+    world = World(config(), reuse=False)
+    world.auto_pack = auto_pack
+    owners = [
+        world.add(f"p{n}", make_layout(n, 2, **SIDES), engine_id="p", packing=Packing(1 << 40, 8, ROW))
+        for n in range(2)
+    ]
+    reader = world.add("d", make_layout(order=HND, **SIDES), seed=1, costs=COSTS)
+    params, _ = world.lent_by(owners, "r", [1, 2], written=True)
+    pull = world.pull(reader, "q", [3, 4], params)
+    world.deliver_all()
+    return world, owners, reader, pull
 
 
 def test_an_owner_answers_only_for_its_own_copies() -> None:
     """One rank would have the slot of another read, with other bytes."""
-    world = World(config(), reuse=False)
-    sides = {**SIDES, "tp_size": 2}
-    owners = [
-        world.add(f"p{rank}", make_layout(tp_rank=rank, **sides), engine_id="p", packing=Packing(1 << 40, 8, ROW))
-        for rank in range(2)
-    ]
-    reader = world.add("d", make_layout(order=HND, **SIDES), seed=1, costs=COSTS)
-    params = world.params(owners, "r", [1, 2], 8, written=True)
-    for owner in owners:
-        world.lend(owner, params)
-    world.auto_pack = False
-    pull = world.pull(reader, "q", [3, 4], params)
-    world.deliver_all()
+    world, owners, reader, pull = two_owners(auto_pack=False)
     first, other = (peer for peer in reader.core.decode.peers.by_place.values() if peer.asks._asked)
     nonce = next(iter(first.asks._asked))
-    forged = Packed(params.key, pull.pull_id, nonce, 7)
+    forged = Packed(pull.params.key, pull.pull_id, nonce, 7)
     before = reader.core.outbox.counters["dropped.stale_answer"]
     packet = encode_packet(other.incarnation, reader.core.identity.incarnation, [forged])
     reader.core.receive(other.address, packet, world.time(reader))
@@ -1023,17 +1004,7 @@ def test_an_owner_answers_only_for_its_own_copies() -> None:
 
 
 def test_a_slow_rank_keeps_no_slot_of_another_in_use() -> None:
-    world = World(config(), reuse=False)
-    owners = [
-        world.add(f"p{n}", make_layout(n, 2, **SIDES), engine_id="p", packing=Packing(1 << 40, 8, ROW))
-        for n in range(2)
-    ]
-    reader = world.add("d", make_layout(order=HND, **SIDES), seed=1, costs=COSTS)
-    params = world.params(owners, "r", [1, 2], 8, written=True)
-    for owner in owners:
-        world.lend(owner, params)
-    pull = world.pull(reader, "q", [3, 4], params)
-    world.deliver_all()
+    world, owners, reader, pull = two_owners()
     for transfer_id in list(reader.reads):
         if reader.core.decode.transfers[transfer_id].peer.tp_rank == 0:
             world.complete(reader, transfer_id)
@@ -1048,7 +1019,7 @@ def test_a_slow_rank_keeps_no_slot_of_another_in_use() -> None:
 def test_a_pull_that_is_cancelled_while_it_waits_for_copies_returns_its_blocks_at_once(when: str) -> None:
     pair = Pair()
     pair.world.auto_pack = when == "copies are made"
-    pair.deliver_until(Pack)
+    pair.until(Pack)
     if when != "nothing was heard":
         pair.world.deliver()
     pair.world.cancel(pair.reader, pair.pull)
@@ -1071,8 +1042,7 @@ def test_a_pull_that_is_cancelled_while_it_waits_for_copies_returns_its_blocks_a
 @pytest.mark.parametrize("is_packed", [True, False])
 @pytest.mark.parametrize("how", ["cancelled", "peer lost", "destroyed"])
 def test_a_pull_that_ends_in_the_turn_of_an_answer_reads_nothing(how: str, is_packed: bool) -> None:
-    pair = Pair()
-    pair.deliver_until(Packed)
+    pair = Pair().until(Packed)
     letter, core = pair.world.letters.pop(0), pair.reader.core
     packet, now = decode_packet(letter.data), pair.world.time(pair.reader)
     answers = [message for message in packet.messages if isinstance(message, Packed)]
@@ -1101,8 +1071,7 @@ def test_a_pull_that_ends_in_the_turn_of_an_answer_reads_nothing(how: str, is_pa
 
 def test_a_pull_that_is_cancelled_while_a_copy_is_read_waits_for_the_read() -> None:
     """It goes into the blocks directly."""
-    pair = Pair()
-    pair.deliver_until(Packed)
+    pair = Pair().until(Packed)
     pair.world.deliver()
     running = list(pair.reader.reads)
     assert len(running) == MAX_ASKED
@@ -1118,8 +1087,7 @@ def test_a_pull_that_is_cancelled_while_a_copy_is_read_waits_for_the_read() -> N
 
 
 def test_another_pull_asks_when_one_is_cancelled() -> None:
-    pair = Pair()
-    pair.deliver_until(Pack)
+    pair = Pair().until(Pack)
     pair.lose(Pack)
     lease, pull = pair.begin([5, 6], [7, 8])
     assert pair.asked == MAX_ASKED
@@ -1133,8 +1101,7 @@ def test_another_pull_asks_when_one_is_cancelled() -> None:
 
 
 def test_a_read_of_a_copy_in_doubt_keeps_the_copy_until_it_ends() -> None:
-    pair = Pair(blocks=[1])
-    pair.deliver_until(Packed)
+    pair = Pair(blocks=[1]).until(Packed)
     pair.world.deliver()
     doubted, *others = list(pair.reader.reads)
     pair.world.tell(pair.reader, TransferEnded(doubted, Ending.IN_DOUBT, "trouble"))
@@ -1152,8 +1119,7 @@ def test_a_read_of_a_copy_in_doubt_keeps_the_copy_until_it_ends() -> None:
 
 @pytest.mark.parametrize("when", ["asked", "read"])
 def test_a_pull_whose_grant_ran_out_with_its_copies_fails_and_may_be_tried_again(when: str) -> None:
-    pair = Pair()
-    pair.deliver_until(Packed)
+    pair = Pair().until(Packed)
     if when == "read":
         pair.world.deliver()  # and the reads hang
     pair.world.letters.clear()
@@ -1177,8 +1143,7 @@ def test_a_pull_whose_grant_ran_out_with_its_copies_fails_and_may_be_tried_again
 
 @pytest.mark.parametrize("others", [False, True])
 def test_a_peer_that_is_lost_while_it_is_asked_fails_its_pulls_and_is_asked_no_more(others: bool) -> None:
-    pair = Pair()
-    pair.deliver_until(Pack)
+    pair = Pair().until(Pack)
     pulls = [pair.pull]
     if others:
         pulls.append(pair.begin([5, 6], [7, 8])[1])
@@ -1196,10 +1161,8 @@ def test_a_peer_that_is_lost_while_it_is_asked_fails_its_pulls_and_is_asked_no_m
 
 
 def test_our_agent_is_destroyed_while_copies_are_asked_for() -> None:
-    pair = Pair()
-    pair.deliver_until(Pack)
-    pair.reader.core.close(pair.world.time(pair.reader))
-    pair.world.settle(pair.reader)
+    pair = Pair().until(Pack)
+    pair.world.close(pair.reader)
     pair.reader.core.decode.destroyed(pair.world.time(pair.reader))
     pair.world.settle(pair.reader)
     assert pair.reader.returned == [pair.pull]

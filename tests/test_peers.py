@@ -108,7 +108,7 @@ def test_the_pause_before_a_rank_is_asked_again_doubles_up_to_a_bound() -> None:
     assert pauses(world, prefill, decode, 5) == pytest.approx([0.5, 1.0, 2.0, 4.0, 4.0], abs=0.11)
 
 
-def test_whoever_was_met_is_asked_again_soon() -> None:
+def test_a_rank_that_was_met_is_asked_again_soon() -> None:
     """What went wrong before it was met is forgiven: the pauses begin anew."""
     world, (prefill,), decode = world_of(**SLOW_TO_ANGER)
     assert pauses(world, prefill, decode, 3) == pytest.approx([0.5, 1.0, 2.0], abs=0.11)
@@ -187,7 +187,7 @@ def test_nothing_is_posted_to_a_rank_that_has_fallen_silent_until_it_is_heard_of
     assert (pull.reason, later.reason) == (Reason.COMPLETE, Reason.COMPLETE)
 
 
-def test_whoever_was_reading_goes_on_as_soon_as_the_rank_is_heard_of() -> None:
+def test_a_pull_that_was_reading_goes_on_as_soon_as_the_rank_is_heard_of() -> None:
     """Though nothing else happens, and nobody else asks for anything."""
     world, prefill, decode, pull = silent()
     (running,) = decode.reads
@@ -197,7 +197,7 @@ def test_whoever_was_reading_goes_on_as_soon_as_the_rank_is_heard_of() -> None:
     assert pull.state is PullState.READING
 
 
-def test_nobody_is_admitted_to_read_from_a_rank_that_has_fallen_silent() -> None:
+def test_no_pull_is_admitted_to_read_from_a_rank_that_has_fallen_silent() -> None:
     """A place among those who read would be taken from others for nothing."""
     world, prefill, decode, pull = silent(total_requests=1, window_requests=1)
     queued = ask(world, prefill, decode, 1)
@@ -209,7 +209,7 @@ def test_nobody_is_admitted_to_read_from_a_rank_that_has_fallen_silent() -> None
     assert queued.state is PullState.READING
 
 
-def test_a_rank_that_stays_silent_is_given_up_with_all_who_wait_for_it() -> None:
+def test_a_rank_that_stays_silent_is_given_up_with_all_pulls_that_wait_for_it() -> None:
     """Met again, it serves whoever comes then."""
     world, prefill, decode, pull = silent(gone_s=3.0, total_requests=1, window_requests=1)
     queued = ask(world, prefill, decode, 1)
@@ -227,7 +227,7 @@ def test_a_rank_that_stays_silent_is_given_up_with_all_who_wait_for_it() -> None
 
 
 @pytest.mark.parametrize("how", ["says goodbye", "is forgotten"])
-def test_nobody_is_left_in_the_queue_of_a_rank_that_is_lost(how: str) -> None:
+def test_no_pull_is_left_in_the_queue_of_a_rank_that_is_lost(how: str) -> None:
     """Whoever stood there has failed, and is not kept for as long as the rank is remembered."""
     world, prefill, decode, pull = silent()
     (peer,) = decode.core.decode.peers.by_place.values()
@@ -293,8 +293,7 @@ def test_our_own_absence_is_no_silence_of_theirs() -> None:
     world.deliver_all()
     world.letters.clear()
     world.now += 20.0
-    decode.core.tick(world.time(decode))
-    world.settle(decode)
+    world.tick(decode)
     assert reason(pull) is None
     world.run()
     assert pull.reason is Reason.COMPLETE
@@ -334,7 +333,7 @@ def test_answers_that_are_meant_for_another_change_nothing(how: dict[str, str], 
     assert state(pull) is PullState.RELEASED
 
 
-def test_who_was_not_released_yet_has_nothing_to_acknowledge() -> None:
+def test_an_acknowledgement_before_the_release_counts_for_nothing() -> None:
     """An acknowledgement that comes before the release would leave its lease to run out."""
     world, prefill, decode, pull = asking(0)
     world.deliver_all()
@@ -466,7 +465,7 @@ def ask_the_dead(world: World, prefill: Rank, decode: Rank, number: int) -> Pull
     return world.pull(decode, f"d{number}", [number], params)
 
 
-def test_who_asks_a_process_that_was_lost_hears_soon_that_it_is_gone() -> None:
+def test_a_pull_from_a_process_that_was_lost_hears_soon_that_it_is_gone() -> None:
     """Not after `handshake_s`, and as what it is."""
     world, prefill, decode = dead(handshake_s=5.0)
     pull = ask_the_dead(world, prefill, decode, 1)
@@ -477,7 +476,7 @@ def test_who_asks_a_process_that_was_lost_hears_soon_that_it_is_gone() -> None:
     assert "was lost before, and has said nothing since" in pull.detail
 
 
-def test_nobody_repeats_a_release_to_a_process_that_is_gone() -> None:
+def test_no_release_is_repeated_to_a_process_that_is_gone() -> None:
     """Neither who has asked for blocks nor who has announced; drains and closings would wait for it."""
     world, prefill, decode = dead(release_timeout_s=30.0)
     pull = ask_the_dead(world, prefill, decode, 1)
@@ -487,8 +486,7 @@ def test_nobody_repeats_a_release_to_a_process_that_is_gone() -> None:
     params = world.params([prefill], "r2", [2], 4, written=True)
     announced = world.announce(decode, "d2", params, 300.0)
     world.run(1.1)
-    decode.core.cancel("d2", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "d2")
     world.run(1.1)
     assert announced.is_over
     world.run(5.0)
@@ -515,7 +513,7 @@ def test_a_process_that_was_lost_and_answers_a_ping_has_all_the_time_of_a_handsh
     assert reason(pull) is Reason.COMPLETE
 
 
-def test_whoever_was_away_while_a_probe_ran_reads_what_came_before_it_judges() -> None:
+def test_a_loop_that_was_away_while_a_probe_ran_reads_what_came_before_it_judges() -> None:
     world, (prefill,), decode = world_of(backoff_s=0.5, suspect_s=1.0, handshake_s=5.0)
     ask(world, prefill, decode, 0)
     world.deliver_all()
@@ -523,8 +521,7 @@ def test_whoever_was_away_while_a_probe_ran_reads_what_came_before_it_judges() -
     world.run(0.6)
     pull = ask(world, prefill, decode, 1)
     world.now += 3.0  # the answers wait unread
-    decode.core.tick(world.time(decode))
-    world.settle(decode)
+    world.tick(decode)
     assert reason(pull) is None
     world.run(0.5)
     assert reason(pull) is Reason.COMPLETE
@@ -662,9 +659,7 @@ def replicas(**pull: Any) -> tuple[World, Rank, Rank, Rank]:
 
 
 def lent(world: World, ranks: tuple[Rank, ...], number: int) -> KVTransferParams:
-    params = world.params(ranks, f"r{number}", [1, 2], 8)
-    for rank in ranks:
-        world.lend(rank, params)
+    params, _ = world.lent_by(ranks, f"r{number}", [1, 2])
     return params
 
 
@@ -704,11 +699,10 @@ def announced_at_a_replaced_peer() -> tuple[World, Rank, Pull, KVTransferParams,
     return world, decode, pull, params, address
 
 
-def test_who_owes_a_release_at_a_place_hears_when_whoever_was_met_there_anew_is_gone() -> None:
+def test_a_pull_that_owes_a_release_at_a_place_hears_when_the_process_met_there_anew_is_gone() -> None:
     """The same start of the same process: nobody waits for an acknowledgement that cannot come."""
     world, decode, pull, _, address = announced_at_a_replaced_peer()
-    decode.core.cancel("q", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "q")
     world.letters[:] = [letter for letter in world.letters if letter.to != address]
     world.run()
     world.letters.clear()
@@ -722,8 +716,7 @@ def test_a_rank_that_was_forgotten_long_ago_keeps_no_pull_from_beginning() -> No
     world.forget(decode, address)
     for _ in range(100):
         world.run(1.0)
-    pull = begin(decode.core, PullRequest("q", [(0, [5, 6])], params), 30.0, world.time(decode))
-    world.settle(decode)
+    pull = world.pull(decode, "q", [5, 6], params)
     world.run()
     assert pull.reason is Reason.COMPLETE
 
@@ -733,8 +726,7 @@ def test_a_pull_whose_blocks_are_given_up_leaves_its_peer_in_peace_once_its_rele
     is_acknowledged: bool,
 ) -> None:
     """Acknowledged or given up: nothing is waited for any more, so nobody is asked whether he lives."""
-    world = World(EngineConfig(engine_id="x", pull=PullConfig(held_s=3.0, release_timeout_s=20.0, idle_s=30.0)))
-    prefill, decode = world.add("p", make_layout()), world.add("d", make_layout())
+    world, prefill, decode = opened(pull=PullConfig(held_s=3.0, release_timeout_s=20.0, idle_s=30.0))
     params, _ = world.lent(prefill, "r", [1, 2])
     pull = world.pull(decode, "q", [3, 4], params)
     world.deliver_all()
@@ -981,8 +973,7 @@ def test_unknown_ranks_are_greeted_a_few_at_a_time_and_those_of_the_request_with
     world.advance(0.05)
     assert peers.GREETING_BURST < num_greeted() <= peers.GREETING_BURST + 0.06 * peers.GREETINGS_PER_S
     for number in range(14):
-        decode.core.cancel(f"tampered {number}", world.time(decode))
-    world.settle(decode)
+        world.cancel(decode, f"tampered {number}")
     assert not found.waiting, "whoever gave up waits for nothing"
     world.check()
 
@@ -998,9 +989,7 @@ def test_a_request_of_several_new_ranks_is_not_passed_over_by_requests_of_one_ra
             decode.core.announce(f"r{number}", made_up(world, ranks[0], number, 1), "", 300.0, world.time(decode))
 
     invent(peers.GREETING_BURST + 20)
-    params = world.params(ranks, "honest", [3], 4, written=True)
-    for rank in ranks:
-        world.lend(rank, params)
+    params, _ = world.lent_by(ranks, "honest", [3], written=True)
     honest = world.pull(decode, "honest", [20], params)
     for _ in range(60):
         world.advance(1 / peers.GREETINGS_PER_S)
@@ -1042,7 +1031,7 @@ def test_requests_of_many_unknown_ranks_take_turns_and_few_ranks_wait_for_none()
 # -- an agent that has ended, and a rank that is said to be gone -----------------------------------------------
 
 
-def test_a_rank_whose_agent_has_ended_welcomes_nobody_until_it_has_another() -> None:
+def test_a_rank_whose_agent_has_ended_welcomes_no_reader_until_it_has_another() -> None:
     world, prefill, decode = opened()
     params, _ = world.lent(prefill, "r", [3], written=True)
     world.lose_agent(prefill)
@@ -1078,9 +1067,7 @@ def test_a_rank_that_was_never_greeted_takes_nobodys_handshake_along_when_it_goe
     world = World()
     ranks = [world.add(f"p{r}", make_layout(r, 4, base=(r + 1) << 40, num_heads=2), engine_id="p") for r in range(4)]
     decode = world.add("d", make_layout(base=30 << 40, num_heads=2), engine_id="d")
-    params = world.params(ranks, "r", [3], 4, written=True)
-    for rank in ranks:
-        world.lend(rank, params)
+    params, _ = world.lent_by(ranks, "r", [3], written=True)
     world.pull(decode, "d-r", [9], params)
     greeted = {letter.to for letter in world.letters}
     unmet = [rank for rank in ranks if rank.address not in greeted]

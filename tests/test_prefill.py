@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,17 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynckv.config import EngineConfig, LeaseConfig, LimitsConfig
-from asynckv.core import prefill
+from asynckv.config import LeaseConfig, LimitsConfig
+from asynckv.core import prefill, readers
 from asynckv.core.lease import MAX_ATTEMPTS, MAX_HISTORY, Lease, LeaseState, Lent, Reader
 from asynckv.core.ledger import FEW
 from asynckv.core.prefill import _blocks_of
-from asynckv.core.types import MAX_ID, Cohort, Key, KVTransferParams, Outcome, Reason, ReplyTo, RequestId
+from asynckv.core.spent import MAX_EPOCHS, SpentKeys
+from asynckv.core.timers import Timers
+from asynckv.core.types import MAX_ID, Address, Cohort, Key, KVTransferParams, Outcome, Reason, ReplyTo, RequestId
 from asynckv.core.wire import (
     MAJOR,
     MINOR,
     Ack,
     Claim,
+    Draining,
+    Goodbye,
     Granted,
     Hello,
     Message,
@@ -32,6 +37,8 @@ from asynckv.core.wire import (
     Refused,
     Release,
     Renew,
+    Unwelcome,
+    Welcome,
     blocks_digest,
     decode_packet,
     encode_packet,
@@ -41,17 +48,12 @@ from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expa
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 from asynckv.geometry.layout import Group
 from asynckv.told import ReaderRefused
-from tests.world import Rank, World, make_layout
+from tests.world import Rank, World, alone, make_layout
 
 READER = Cohort("decode")
 ONE, OTHER = ReplyTo(b"one"), ReplyTo(b"other")
 
 numbers = itertools.count()
-
-
-def prefill_rank(config: LeaseConfig) -> tuple[World, Rank]:
-    world = World(EngineConfig(engine_id="x", lease=config))
-    return world, world.add("p", make_layout(), engine_id="prefill")
 
 
 def claim(params: KVTransferParams, pull_id: str = "pull", nonce: int = 1) -> Claim:
@@ -89,7 +91,7 @@ LONG = LeaseConfig(lease_s=30.0, grant_s=4.0)
 
 @pytest.mark.parametrize("grants", [1, 3])
 def test_a_lease_of_a_killed_reader_ends_with_its_last_grant(grants: int) -> None:
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     params, lease = world.lent(prefill, "r", [3])
     reader = claimed_by(world, "d", prefill, params)
     for _ in range(grants):  # renewed a few times
@@ -106,7 +108,7 @@ def test_a_lease_of_a_killed_reader_ends_with_its_last_grant(grants: int) -> Non
 
 def test_a_lease_of_a_stopped_reader_lasts_for_its_whole_time() -> None:
     """Its connection stands, so it may go on; it was sent pings, to find that out."""
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     params, lease = world.lent(prefill, "r", [3])
     reader = claimed_by(world, "d", prefill, params)
     del world.ranks["d"]
@@ -118,7 +120,7 @@ def test_a_lease_of_a_stopped_reader_lasts_for_its_whole_time() -> None:
 
 def test_a_second_process_of_one_name_ends_nothing_of_a_first_that_lives() -> None:
     """A mistake of whoever set them up. The first lets its grant lapse, and answers when it is asked."""
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     params, other = (world.params([prefill], name, [block], 4) for name, block in (("r", 3), ("other", 4)))
     lease = world.lend(prefill, params)
     claimed_by(world, "d", prefill, params)
@@ -134,7 +136,7 @@ def test_a_second_process_of_one_name_ends_nothing_of_a_first_that_lives() -> No
 
 def test_with_keys_a_later_start_ends_what_the_one_before_let_lapse_and_another_key_does_not() -> None:
     for key, is_gone in (("key:mine", True), ("key:another", False)):
-        world, rank = prefill_rank(LONG)
+        world, rank = alone(lease=LONG)
         params = world.params([rank], "r", [3], 4)
         lease, hello = world.lend(rank, params), Hello(1, MAJOR, MINOR, "prefill", 0, READER)
         rank.core.readers.greet(hello, ONE, "process", "key:mine", "", False)
@@ -145,17 +147,23 @@ def test_with_keys_a_later_start_ends_what_the_one_before_let_lapse_and_another_
         assert lease.is_over is is_gone
 
 
-@pytest.mark.parametrize("answers", [True, False])
-def test_a_connection_that_answers_has_not_ended(answers: bool) -> None:
-    """It was thought to have ended, and says that it has not."""
-    world, rank = prefill_rank(LONG)
+@pytest.mark.parametrize("said", ["", "pong", "renew"])
+def test_a_connection_from_which_something_comes_has_not_ended(said: str) -> None:
+    """It was thought to have ended. It is there until that is found out anew."""
+    world, rank = alone(lease=LONG)
     params, lease = world.lent(rank, "r", [3])
     say(rank, claim(params), 0.0)
     rank.core.prefill.unreachable(ONE)
-    if answers:
+    if said == "pong":
         rank.core.prefill.answered(ONE, 1.0)
-    rank.core.tick(4.5)
-    assert lease.is_over is not answers
+    elif said == "renew":
+        say(rank, Renew(params.key, "pull", 2, 600.0), 1.0)
+    for now in (4.5, 6.5):
+        rank.core.tick(now)
+        assert lease.is_over is (not said)
+    rank.core.prefill.unreachable(ONE)
+    rank.core.tick(9.0)
+    assert lease.is_over
 
 
 def is_pong(data: bytes) -> bool:
@@ -165,7 +173,7 @@ def is_pong(data: bytes) -> bool:
 def test_a_reader_whose_connection_broke_and_came_back_is_not_gone() -> None:
     """Renewed over a second connection, it pauses. Of a killed one both have ended."""
     for num_ended, is_gone in ((1, False), (2, True)):
-        world, rank = prefill_rank(LONG)
+        world, rank = alone(lease=LONG)
         params, lease = world.lent(rank, "r", [3])
         say(rank, claim(params), 0.0)
         say(rank, Renew(params.key, "pull", 2, 600.0), 3.0, OTHER)
@@ -174,7 +182,7 @@ def test_a_reader_whose_connection_broke_and_came_back_is_not_gone() -> None:
         rank.core.tick(7.0)
         assert lease.is_over is is_gone
     lease_ways = [ReplyTo(b"%d" % n) for n in range(9)]
-    world, rank = prefill_rank(LONG)
+    world, rank = alone(lease=LONG)
     params, lease = world.lent(rank, "r", [3])
     for n, way in enumerate(lease_ways):
         say(rank, claim(params, nonce=n), 0.1 * n, way)
@@ -190,7 +198,7 @@ def test_a_reader_whose_connection_broke_and_came_back_is_not_gone() -> None:
 
 
 def test_a_reader_whose_connection_broke_often_and_came_back_is_not_gone() -> None:
-    world, rank = prefill_rank(LONG)
+    world, rank = alone(lease=LONG)
     params, lease = world.lent(rank, "r", [3])
     ways = [ReplyTo(b"%d" % n) for n in range(6)]
     say(rank, claim(params), 0.0, ways[0])
@@ -207,7 +215,7 @@ def test_a_reader_whose_connection_broke_often_and_came_back_is_not_gone() -> No
 
 def test_a_reader_has_time_to_answer_a_ping() -> None:
     """The lease is woken for a warning a moment after it was sent."""
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     params, other = (world.params([prefill], name, [block], 4) for name, block in (("r", 3), ("other", 4)))
     lease = world.lend(prefill, params)
     claimed_by(world, "d", prefill, params)
@@ -221,7 +229,7 @@ def test_a_reader_has_time_to_answer_a_ping() -> None:
 
 def test_a_later_start_of_a_reader_says_that_the_one_before_is_gone() -> None:
     """Also if the host was lost, and nothing ended its connection. Its grant is kept all the same."""
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     params, other = (world.params([prefill], name, [block], 4) for name, block in (("r", 3), ("other", 4)))
     lease = world.lend(prefill, params)
     claimed_by(world, "d", prefill, params)
@@ -235,7 +243,7 @@ def test_a_later_start_of_a_reader_says_that_the_one_before_is_gone() -> None:
 
 
 def test_a_process_start_is_replaced_by_a_later_one_of_the_same_rank_with_the_same_key() -> None:
-    _, rank = prefill_rank(LONG)
+    _, rank = alone(lease=LONG)
     readers = rank.core.readers
     hello = Hello(1, MAJOR, MINOR, "prefill", 0, READER)
     others = (
@@ -259,7 +267,7 @@ def test_a_process_start_is_replaced_by_a_later_one_of_the_same_rank_with_the_sa
 def test_what_is_remembered_of_process_starts_and_connections_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asynckv.core.readers.MAX_READERS", 3)
     monkeypatch.setattr("asynckv.core.prefill.MAX_UNREACHABLE", 3)
-    _, rank = prefill_rank(LONG)
+    _, rank = alone(lease=LONG)
     readers, prefill = rank.core.readers, rank.core.prefill
     for n in range(9):
         readers.greet(Hello(1, MAJOR, MINOR, "prefill", 0, Cohort(f"d{n // 2}")), ONE, f"start {n}", "", "", False)
@@ -276,10 +284,10 @@ def test_what_is_remembered_of_process_starts_and_connections_is_bounded(monkeyp
     assert [readers.is_replaced(f"start {n}", "") for n in (10, 11, 12, 13)] == [False, False, True, False]
 
 
-def test_of_those_who_answer_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_connections_that_answer_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asynckv.core.prefill.MAX_UNREACHABLE", 3)
     monkeypatch.setattr("asynckv.core.prefill.MAX_ENGINES", 3)
-    world, rank = prefill_rank(LONG)
+    world, rank = alone(lease=LONG)
     for n in (1, 2, 1, 3, 1, 4):
         rank.core.prefill.answered(ReplyTo(b"%d" % n), float(n))
         (lease,) = lent_to(world, rank, f"engine{n}", 1)
@@ -288,21 +296,6 @@ def test_of_those_who_answer_the_latest_are_remembered(monkeypatch: pytest.Monke
         rank.core.prefill.receive(release, ReplyTo(b"%d" % n), f"engine{n}", 1.0)
     assert list(rank.core.prefill._answered) == [b"3", b"1", b"4"]
     assert list(rank.core.prefill._read_at) == ["engine3", "engine1", "engine4"]
-
-
-def test_a_connection_from_which_something_comes_is_not_one_that_has_ended() -> None:
-    """It is there, whatever was thought of it before."""
-    world, rank = prefill_rank(LONG)
-    params, lease = world.lent(rank, "r", [3])
-    say(rank, claim(params), 0.0)
-    rank.core.prefill.unreachable(ONE)
-    say(rank, Renew(params.key, "pull", 2, 600.0), 1.0)
-    rank.core.tick(5.0)
-    rank.core.tick(6.5)
-    assert not lease.is_over
-    rank.core.prefill.unreachable(ONE)
-    rank.core.tick(9.0)
-    assert lease.is_over
 
 
 # -- no room ---------------------------------------------------------------------------------------------
@@ -335,7 +328,7 @@ def states(leases: list[Lease]) -> str:
 
 
 def test_room_is_made_by_the_reader_engine_that_holds_most_and_its_oldest_request_goes_first() -> None:
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     slow, quick = lent_to(world, prefill, "slow", 9), lent_to(world, prefill, "quick", 2)
     assert prefill.core.prefill.reclaim(3, 3.9) == ()  # each is kept for one grant
     renewed(prefill, slow + quick, 3.9)
@@ -352,7 +345,7 @@ def test_room_is_made_by_the_reader_engine_that_holds_most_and_its_oldest_reques
 
 
 def test_the_only_reader_engine_keeps_all_and_so_does_one_among_equals() -> None:
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     leases = lent_to(world, prefill, "only", 6)
     assert prefill.core.prefill.reclaim(6, 5.0) == ()
     leases += lent_to(world, prefill, "other", 6)
@@ -362,14 +355,14 @@ def test_the_only_reader_engine_keeps_all_and_so_does_one_among_equals() -> None
 
 def test_a_reader_engine_that_has_read_lately_has_a_share_though_it_holds_nothing() -> None:
     """It is the one that waits: there was no room to prefill its prompts."""
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     (read,), slow = lent_to(world, prefill, "quick", 1), lent_to(world, prefill, "slow", 8)
     cohort, (pull,) = Cohort("quick"), read.grants
     release = Release(read.lent.key, read.lent.request_id, cohort, pull, Outcome.COMPLETE)
     prefill.core.prefill.receive(release, ReplyTo(b"quick"), "quick", 1.0)
     assert read.is_over
     assert prefill.core.prefill.reclaim(4, 30.9) == tuple(slow[:2])
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     (read,), slow = lent_to(world, prefill, "quick", 1), lent_to(world, prefill, "slow", 8)
     (pull,) = read.grants
     release = Release(read.lent.key, read.lent.request_id, cohort, pull, Outcome.COMPLETE)
@@ -377,8 +370,8 @@ def test_a_reader_engine_that_has_read_lately_has_a_share_though_it_holds_nothin
     assert prefill.core.prefill.reclaim(4, 31.0) == (), "that was long ago"
 
 
-def test_requests_that_nobody_has_claimed_are_those_of_one_more() -> None:
-    world, prefill = prefill_rank(LONG)
+def test_unclaimed_requests_are_those_of_one_more_engine() -> None:
+    world, prefill = alone(lease=LONG)
     nobody = lent_to(world, prefill, "", 8, claims=False)
     assert prefill.core.prefill.reclaim(6, 5.0) == (), "whose they are is not known, and nobody else is"
     lent_to(world, prefill, "one", 1)
@@ -390,7 +383,7 @@ def test_requests_that_nobody_has_claimed_are_those_of_one_more() -> None:
 
 def test_names_that_hold_nothing_any_more_are_those_of_one_more_however_many_they_are() -> None:
     """Without keys one reader has as many names as it likes, and must not leave others a share of nothing."""
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     honest = lent_to(world, prefill, "honest", 4)
     for n in range(8):
         (lease,) = lent_to(world, prefill, f"evil{n}", 1)
@@ -403,7 +396,7 @@ def test_names_that_hold_nothing_any_more_are_those_of_one_more_however_many_the
 
 def test_names_that_an_engine_makes_up_give_it_no_larger_share() -> None:
     """Nine cohorts of one key hold nine blocks; another engine's three, which are newer, stay."""
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     evil = [lent_to(world, prefill, f"evil{n}", 1, key="key:evil")[0] for n in range(9)]
     honest = lent_to(world, prefill, "honest", 3, key="key:honest")
     assert prefill.core.prefill.reclaim(100, 5.0) == tuple(evil[:3])
@@ -411,7 +404,7 @@ def test_names_that_an_engine_makes_up_give_it_no_larger_share() -> None:
 
 
 def test_without_keys_an_engine_goes_by_the_name_with_which_it_shook_hands() -> None:
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     leases = []
     for n in range(9):
         hello = Hello(1, MAJOR, MINOR, "prefill", 0, Cohort("d"))
@@ -423,7 +416,7 @@ def test_without_keys_an_engine_goes_by_the_name_with_which_it_shook_hands() -> 
 
 def test_reader_engines_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("asynckv.core.prefill.MAX_ENGINES", 2)
-    world, prefill = prefill_rank(LONG)
+    world, prefill = alone(lease=LONG)
     for engine in "abcd":
         lent_to(world, prefill, engine, 1)
     prefill.core.tick(600.0)
@@ -435,15 +428,15 @@ def test_reader_engines_that_are_remembered_are_bounded(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(("lease_s", "seconds"), [(2.5, 2.5), (10.0, 10.0), (60.0, 10.0)])
 def test_no_grant_is_longer_than_its_request_is_lent_for(lease_s: float, seconds: float) -> None:
-    world, rank = prefill_rank(LeaseConfig(lease_s=30.0, grant_s=10.0, max_lease_s=600.0))
+    world, rank = alone(lease=LeaseConfig(lease_s=30.0, grant_s=10.0, max_lease_s=600.0))
     params, lease = world.lent(rank, "r", [3], lease_s=lease_s)
     (answer,) = say(rank, claim(params), lease.lent_at + 1.0)
     assert isinstance(answer, Granted)
     assert answer.seconds == seconds
 
 
-def test_nobody_holds_a_request_for_longer_than_any_lease_may_last() -> None:
-    world, rank = prefill_rank(LeaseConfig(lease_s=5.0, grant_s=2.0, max_lease_s=12.0))
+def test_no_reader_holds_a_request_for_longer_than_any_lease_may_last() -> None:
+    world, rank = alone(lease=LeaseConfig(lease_s=5.0, grant_s=2.0, max_lease_s=12.0))
     params, lease = world.lent(rank, "r", [3], lease_s=5.0)
     now = lease.lent_at
     say(rank, claim(params), now)
@@ -457,7 +450,7 @@ def test_nobody_holds_a_request_for_longer_than_any_lease_may_last() -> None:
 
 def test_the_longest_lease_counts_from_when_the_request_was_lent() -> None:
     """However late somebody comes, and whatever attempt it is."""
-    world, rank = prefill_rank(LeaseConfig(lease_s=10.0, grant_s=4.0, max_lease_s=12.0))
+    world, rank = alone(lease=LeaseConfig(lease_s=10.0, grant_s=4.0, max_lease_s=12.0))
     params = world.params([rank], "r", [3], 4, lease_s=10.0)
     begun = world.lend(rank, params).lent_at
     say(rank, claim(params, "first"), begun + 7.0)
@@ -469,7 +462,7 @@ def test_the_longest_lease_counts_from_when_the_request_was_lent() -> None:
 
 def test_no_request_is_lent_for_longer_than_any_lease_may_last() -> None:
     """Params may say what they like: a scheduler has other settings, or a router has changed them."""
-    world, rank = prefill_rank(LeaseConfig(lease_s=5.0, grant_s=2.0, max_lease_s=12.0))
+    world, rank = alone(lease=LeaseConfig(lease_s=5.0, grant_s=2.0, max_lease_s=12.0))
     params = msgspec.structs.replace(world.params([rank], "r", [3], 4, lease_s=5.0), lease_s=12.5)
     with pytest.raises(ConfigError, match="lease_s"):
         rank.core.lend(params, 1, 0.0)
@@ -478,7 +471,7 @@ def test_no_request_is_lent_for_longer_than_any_lease_may_last() -> None:
 
 def test_a_renewal_prolongs_the_attempt_that_asks_and_no_other() -> None:
     """Two attempts of one reader: the one that is given up holds nothing for longer because the other goes on."""
-    world, rank = prefill_rank(LeaseConfig(lease_s=30.0, grant_s=4.0))
+    world, rank = alone(lease=LeaseConfig(lease_s=30.0, grant_s=4.0))
     params, lease = world.lent(rank, "r", [3], lease_s=30.0)
     for pull_id in ("first", "second"):
         say(rank, claim(params, pull_id), 0.0)
@@ -498,7 +491,7 @@ def test_a_renewal_prolongs_the_attempt_that_asks_and_no_other() -> None:
 
 def test_a_release_is_final_for_its_attempt() -> None:
     """Said again it is acknowledged and changes nothing, whatever it says now: another attempt may be under way."""
-    world, rank = prefill_rank(LeaseConfig())
+    world, rank = alone()
     params, lease = world.lent(rank, "r", [3])
     say(rank, claim(params, "first"), 0.0)
     for outcome in (Outcome.RETRY, Outcome.COMPLETE, Outcome.RETRY):
@@ -508,9 +501,9 @@ def test_a_release_is_final_for_its_attempt() -> None:
     assert len(lease.history) == 3  # lent, granted, released
 
 
-def test_it_is_never_said_that_a_request_has_been_lent_for_longer_than_it_was() -> None:
+def test_a_grant_never_says_that_a_request_has_been_lent_for_longer_than_it_was() -> None:
     """A reader believes what it read since then: a microsecond too much is a read of somebody else's blocks."""
-    world, rank = prefill_rank(LeaseConfig())
+    world, rank = alone()
     params, lease = world.lent(rank, "r", [3])
     for number in range(200):
         now = lease.lent_at + number * 0.0123456789
@@ -522,7 +515,7 @@ def test_it_is_never_said_that_a_request_has_been_lent_for_longer_than_it_was() 
 @pytest.mark.parametrize("how", ["releases", "lapses"])
 def test_what_one_request_remembers_of_its_readers_is_bounded(how: str) -> None:
     """Every attempt is another, and is remembered: who tries without end is refused, and what it says is not kept."""
-    world, rank = prefill_rank(LeaseConfig(lease_s=3000.0, grant_s=2.0, max_lease_s=6000.0))
+    world, rank = alone(lease=LeaseConfig(lease_s=3000.0, grant_s=2.0, max_lease_s=6000.0))
     params, lease = world.lent(rank, "r", [3], lease_s=3000.0)
     refusals = list[Refused]()
     for number in range(MAX_ATTEMPTS + 10):
@@ -535,7 +528,7 @@ def test_what_one_request_remembers_of_its_readers_is_bounded(how: str) -> None:
 
 
 def test_what_another_key_says_in_the_name_of_a_reader_is_refused_counted_and_told() -> None:
-    world, rank = prefill_rank(LeaseConfig())
+    world, rank = alone()
     params = world.params([rank], "r", [3], 4)
 
     def hear(message: Claim | Release, route: ReplyTo, key: str) -> list[Message]:
@@ -563,8 +556,7 @@ def test_what_another_key_says_in_the_name_of_a_reader_is_refused_counted_and_to
 
 
 def test_the_connections_of_one_key_share_what_it_may_say() -> None:
-    world = World(EngineConfig(engine_id="x", limits=LimitsConfig(messages_per_s=1.0, message_burst=4)))
-    rank = world.add("p", make_layout(), engine_id="prefill")
+    world, rank = alone(limits=LimitsConfig(messages_per_s=1.0, message_burst=4))
     packet = encode_packet("process", rank.core.identity.incarnation, [Ping(1)])
 
     def answered(principal: str) -> int:
@@ -578,7 +570,7 @@ def test_the_connections_of_one_key_share_what_it_may_say() -> None:
 
 
 def test_the_connections_of_one_key_share_its_room_for_what_comes_early() -> None:
-    world, rank = prefill_rank(LeaseConfig(max_parked=16))
+    world, rank = alone(lease=LeaseConfig(max_parked=16))
     params = [world.params([rank], f"r{number}", [3], 4) for number in range(20)]
 
     def park(number: int, key: str) -> None:
@@ -598,7 +590,7 @@ def test_the_connections_of_one_key_share_its_room_for_what_comes_early() -> Non
 
 
 def test_repeats_do_not_extend_what_is_parked() -> None:
-    world, rank = prefill_rank(LeaseConfig(parked_s=5.0))
+    world, rank = alone(lease=LeaseConfig(parked_s=5.0))
     params = world.params([rank], "r", [3], 4)
     prefill, counters = rank.core.prefill, rank.core.outbox.counters
     for after_s in (0.0, 2.0, 4.9):
@@ -615,8 +607,8 @@ def test_repeats_do_not_extend_what_is_parked() -> None:
     assert [type(m) for _, d in rank.core.outbox.take_packets() for m in decode_packet(d).messages] == [Granted]
 
 
-def test_what_was_parked_for_too_long_is_not_answered_though_nobody_has_swept_it_up() -> None:
-    world, rank = prefill_rank(LeaseConfig(parked_s=5.0))
+def test_a_message_parked_for_too_long_is_not_answered_though_it_was_not_swept_up() -> None:
+    world, rank = alone(lease=LeaseConfig(parked_s=5.0))
     params = world.params([rank], "r", [3], 4)
     say(rank, claim(params), 0.0)
     lease = rank.core.lend(params, 1, 5.0)
@@ -625,7 +617,7 @@ def test_what_was_parked_for_too_long_is_not_answered_though_nobody_has_swept_it
 
 
 def test_an_early_release_takes_the_place_of_its_claim_and_a_late_claim_not_its() -> None:
-    world, rank = prefill_rank(LeaseConfig())
+    world, rank = alone()
     params = world.params([rank], "r", [3], 4)
     release = Release(params.key, "r", READER, "pull", Outcome.COMPLETE)
     assert [type(m) for m in (*say(rank, claim(params), 0.0), *say(rank, release, 0.1))] == [NotYet, Ack]
@@ -641,7 +633,7 @@ def test_an_early_release_takes_the_place_of_its_claim_and_a_late_claim_not_its(
 
 def test_each_start_of_a_process_has_a_place_of_its_own() -> None:
     """A successor that says the same as the process before it is answered too, and so is that one, if it lives."""
-    world, rank = prefill_rank(LeaseConfig())
+    world, rank = alone()
     params = world.params([rank], "r", [3], 4)
     for sender in ("one start", "another start"):
         rank.core.prefill.receive(claim(params), ONE, sender, 0.0)
@@ -650,7 +642,7 @@ def test_each_start_of_a_process_has_a_place_of_its_own() -> None:
 
 def test_there_is_an_end_to_what_is_parked_however_many_connections_there_are() -> None:
     """Who finds no room is told to wait if it claims; a release that is not kept is not acknowledged either."""
-    world, rank = prefill_rank(LeaseConfig(max_parked=16))
+    world, rank = alone(lease=LeaseConfig(max_parked=16))
     params = world.params([rank], "r", [3], 4)
     for number in range(32):
         way = ReplyTo(b"%d" % number)
@@ -662,7 +654,7 @@ def test_there_is_an_end_to_what_is_parked_however_many_connections_there_are() 
 
 def test_of_what_has_ended_the_newest_is_remembered() -> None:
     """How the others ended is forgotten; that they have not."""
-    world, rank = prefill_rank(LeaseConfig())
+    world, rank = alone()
     rank.core.prefill.max_ended = 4
     asked = list[Reason]()
     requests = [world.params([rank], f"r{number}", [number], 4) for number in range(8)]
@@ -678,7 +670,7 @@ def test_of_what_has_ended_the_newest_is_remembered() -> None:
 
 
 def test_what_was_withdrawn_is_never_lent_however_long_ago() -> None:
-    world, rank = prefill_rank(LeaseConfig())
+    world, rank = alone()
     rank.core.prefill.max_ended = 1
     params, other = (world.params([rank], name, [3], 4) for name in ("r", "other"))
     for each in (params, other):
@@ -692,7 +684,7 @@ def test_what_was_withdrawn_is_never_lent_however_long_ago() -> None:
 
 def test_what_is_parked_is_bounded_by_its_memory_and_not_by_its_number_alone() -> None:
     """Who has a long name for its request takes more of the room for what comes early."""
-    world, rank = prefill_rank(LeaseConfig(max_parked=100, parked_s=5.0))
+    world, rank = alone(lease=LeaseConfig(max_parked=100, parked_s=5.0))
     prefill, counters = rank.core.prefill, rank.core.outbox.counters
     params = world.params([rank], "r", [3], 4)
 
@@ -794,7 +786,7 @@ def many(world: World, rank: Rank, number: int) -> list[KVTransferParams]:
 
 
 def test_nothing_is_kept_of_a_request_whose_messages_were_parked_for_too_long() -> None:
-    world, rank = prefill_rank(PARKED)
+    world, rank = alone(lease=PARKED)
     for params in many(world, rank, 4):
         assert isinstance(say(rank, claim(params), 0.0)[0], NotYet)
     side = rank.core.prefill
@@ -806,7 +798,7 @@ def test_nothing_is_kept_of_a_request_whose_messages_were_parked_for_too_long() 
 
 def test_a_release_that_takes_the_place_of_a_claim_has_all_of_its_own_time() -> None:
     """It was acknowledged, so nobody repeats it: if it were forgotten with the claim the lease would have to expire."""
-    world, rank = prefill_rank(PARKED)
+    world, rank = alone(lease=PARKED)
     [params] = many(world, rank, 1)
     say(rank, claim(params), 0.0)
     assert isinstance(say(rank, release(params), 3.0)[0], Ack)
@@ -817,7 +809,7 @@ def test_a_release_that_takes_the_place_of_a_claim_has_all_of_its_own_time() -> 
 
 
 def test_what_is_remembered_of_what_was_parked_is_bounded_however_much_is_lent_meanwhile() -> None:
-    world, rank = prefill_rank(PARKED)
+    world, rank = alone(lease=PARKED)
     for params in many(world, rank, 300):
         say(rank, release(params), 0.0)
         assert world.lend(rank, params).is_over
@@ -826,7 +818,7 @@ def test_what_is_remembered_of_what_was_parked_is_bounded_however_much_is_lent_m
 
 def test_of_releases_that_were_given_up_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill, "MAX_FORGOTTEN", 3)
-    world, rank = prefill_rank(LeaseConfig(lease_s=10.0, grant_s=4.0, parked_s=5.0))
+    world, rank = alone(lease=LeaseConfig(lease_s=10.0, grant_s=4.0, parked_s=5.0))
     made = many(world, rank, 5)
     for at, params in enumerate(made):
         say(rank, release(params), 0.1 * at)
@@ -836,8 +828,8 @@ def test_of_releases_that_were_given_up_the_newest_are_remembered(monkeypatch: p
     assert refused == [[], [], *[[("release", "parked_too_long")]] * 3]
 
 
-def test_who_asks_late_hears_how_the_request_ended_though_the_memory_is_another_by_now() -> None:
-    world, rank = prefill_rank(PARKED)
+def test_a_late_reader_hears_how_the_request_ended_though_the_memory_is_another_by_now() -> None:
+    world, rank = alone(lease=PARKED)
     ended, never = many(world, rank, 2)
     world.lend(rank, ended)
     say(rank, release(ended), 1.0)
@@ -850,9 +842,9 @@ def test_who_asks_late_hears_how_the_request_ended_though_the_memory_is_another_
     assert reasons == [Reason.CONSUMED, Reason.STALE_MEMORY]
 
 
-def test_nobody_is_woken_for_a_lease_that_is_over() -> None:
+def test_a_lease_that_is_over_wakes_no_timer() -> None:
     """Its time is far away, and a lease that waits for it is kept."""
-    world, rank = prefill_rank(PARKED)
+    world, rank = alone(lease=PARKED)
     [params] = many(world, rank, 1)
     lease = world.lend(rank, params)
     assert rank.core.timers.next_at == 4.0  # to see whether a grant has run out
@@ -873,3 +865,216 @@ def test_a_placeholder_that_is_named_as_a_block_is_refused_however_few_there_are
             world.lend(rank, params)
     else:
         world.lend(rank, params)
+
+
+# -- Spent keys -------------------------------------------------------------------------------------------------------
+
+
+def key(sequence: int, epoch: str = "e") -> Key:
+    return Key(epoch, 0, sequence, "0" * 32)
+
+
+def size(spent: SpentKeys) -> int:
+    """Numbers that are kept."""
+    return sum(len(firsts) + len(lasts) for firsts, lasts in spent._runs.values())
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 40))))
+def test_spent_keys_are_the_set_of_what_was_added(added: list[tuple[str, int]]) -> None:
+    spent, model = SpentKeys(), set()
+    for epoch, sequence in added:
+        assert spent.add(key(sequence, epoch)) is ((epoch, sequence) not in model)
+        model.add((epoch, sequence))
+        assert {(e, s) for e in "abc" for s in range(42) if key(s, e) in spent} == model
+    assert spent.num_given_up == 0
+    gaps = sum((e, s) not in model and (e, s + 1) in model for e in "abc" for s in range(41))
+    assert spent.num_gaps == gaps
+
+
+@given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 60)), max_size=60), st.integers(0, 4))
+def test_what_was_added_stays_whatever_has_to_be_given_up(added: list[tuple[str, int]], most: int) -> None:
+    spent, model = SpentKeys(most), set()
+    for epoch, sequence in added:
+        was_open, given_up = sum(key(s, e) not in spent for e in "ab" for s in range(61)), spent.num_given_up
+        is_new = key(sequence, epoch) not in spent
+        spent.add(key(sequence, epoch))
+        model.add((epoch, sequence))
+        assert all(key(s, e) in spent for e, s in model)
+        # What is given up is said, and nothing above the newest is.
+        given_up = spent.num_given_up - given_up
+        assert was_open - sum(key(s, e) not in spent for e in "ab" for s in range(61)) == given_up + is_new
+        assert all(key(1 + max(s for d, s in model if d == e), e) not in spent for e, _ in model)
+        assert spent.num_gaps <= most
+
+
+def test_the_oldest_gap_is_given_up_first() -> None:
+    spent = SpentKeys(2)
+    for sequence in (1, 3, 6):
+        spent.add(key(sequence))
+    assert [s for s in range(8) if key(s) not in spent] == [2, 4, 5, 7]
+
+
+def test_any_number_of_requests_is_open_in_one_gap() -> None:
+    spent = SpentKeys()
+    spent.add(key(1 << 50))
+    for sequence in range(200_000, 0, -1):
+        spent.add(key(sequence))
+    assert spent.num_gaps == 2
+    assert key(0) not in spent
+    assert key(200_001) not in spent
+
+
+def test_a_hundred_thousand_requests_in_random_order_are_all_taken() -> None:
+    spent, order = SpentKeys(), list(range(100_000))
+    random.Random(0).shuffle(order)
+    for sequence in order:
+        spent.add(key(sequence))
+    assert (size(spent), spent.num_given_up) == (2, 0)
+
+
+def test_memory_is_bounded_when_one_request_in_two_is_never_lent() -> None:
+    spent = SpentKeys(1000)
+    for sequence in range(1, 10_000, 2):
+        spent.add(key(sequence))
+    assert 980 <= spent.num_gaps <= 1000
+    assert spent.num_given_up == 5000 - spent.num_gaps
+    assert size(spent) == 2 * spent.num_gaps + 2
+
+
+def test_a_scheduler_that_leaves_gaps_without_end_takes_none_from_others() -> None:
+    spent = SpentKeys(100)
+    for sequence in (1, 3, 5):
+        spent.add(key(sequence, "careful"))
+    for sequence in range(1, 10_000, 2):
+        spent.add(key(sequence, "careless"))
+    spent.add(key(7, "careful"))
+    assert [s for s in range(9) if key(s, "careful") not in spent] == [0, 2, 4, 6, 8]
+
+
+def test_schedulers_are_bounded_and_the_one_that_lends_is_not_forgotten() -> None:
+    spent = SpentKeys()
+    for epoch in range(2 * MAX_EPOCHS):
+        spent.add(key(5, str(epoch)))
+        spent.add(key(2 * epoch, "busy"))
+    assert len(spent._runs) == MAX_EPOCHS
+    assert spent.num_forgotten == MAX_EPOCHS + 1
+    assert all(key(2 * epoch, "busy") in spent for epoch in range(2 * MAX_EPOCHS))
+    assert spent.num_gaps == sum(len(firsts) - 1 for firsts, _ in spent._runs.values())
+
+
+def test_of_many_schedulers_with_a_gap_each_as_many_gaps_are_closed_as_there_is_no_room_for() -> None:
+    spent = SpentKeys(max_gaps=256)  # so many that several are closed at once, where one scheduler has them
+    for number in range(300):
+        spent.add(key(1, f"e{number}"))
+    assert (spent.num_gaps, spent.num_given_up) == (256, 44)
+    assert sum(key(0, f"e{number}") in spent for number in range(300)) == 44
+
+
+# -- Memory that readers can fill -------------------------------------------------------------------------------------
+
+
+class Woken:
+    """Something that wants to be woken."""
+
+    scheduled_at = math.inf
+
+
+def test_what_is_never_to_be_woken_is_not_kept_until_its_time() -> None:
+    timers, kept = Timers(), Woken()
+    timers.wake(kept, 1e6)
+    for at_a_time in (1, 1000):
+        items = [Woken() for _ in range(at_a_time)]
+        for number in range(0, 1000, at_a_time):
+            for item in items:
+                timers.wake(item, 2e6 + number)
+            for item in items:
+                timers.forget(item)
+        assert len(timers._heap) < 130
+    assert timers.next_at == 1e6
+    assert timers.pop(1e6) is kept
+
+
+# -- readers -----------------------------------------------------------------------------------------------
+
+
+def greeted(rank: Rank, number: int, minor: int = MINOR) -> list[Message]:
+    """Let a reader shake hands, and return what it is answered."""
+    hello = Hello(number, MAJOR, minor, "prefill", 0, Cohort(f"decode-{number}"))
+    route = ReplyTo(b"%d" % number)
+    rank.core.readers.greet(hello, route, f"start-{number}", "", rank.core.prefill.closed_as, False)
+    return heard(rank)
+
+
+def heard(rank: Rank) -> list[Message]:
+    return [m for _, data in rank.core.outbox.take_packets() for m in decode_packet(data).messages]
+
+
+def test_of_readers_that_shook_hands_the_latest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "MAX_READERS", 3)
+    _, rank = alone()
+    for number in (1, 2, 3, 1, 4, 5):
+        assert len(greeted(rank, number)) == 1
+    side = rank.core.readers
+    assert [source for source, _ in side.minor_versions] == ["start-1", "start-4", "start-5"]
+    assert len(side._met) == 3
+    rank.core.readers.say_goodbye()
+    assert len(heard(rank)) == 3
+
+
+def test_a_reader_that_can_understand_it_hears_at_once_that_an_engine_drains() -> None:
+    _, rank = alone()
+    for minor in (0, 1):
+        assert [type(m) for m in greeted(rank, minor, minor)] == [Welcome]
+    rank.core.readers.say_draining()
+    assert [type(m) for m in heard(rank)] == [Draining]
+
+
+def test_a_packet_of_another_version_is_answered_in_words_of_this_one() -> None:
+    _, rank = alone()
+    (body,) = [encode_packet("start-1", "", [Goodbye()])]
+    rank.core.receive(ReplyTo(b"1"), body.replace(bytes([0x90 + 4, MAJOR]), bytes([0x90 + 4, MAJOR + 1]), 1), 0.0)
+    (answer,) = heard(rank)
+    assert isinstance(answer, Unwelcome)
+    assert (answer.nonce, answer.reason) == (0, Reason.PROTOCOL)
+    assert f"protocol version {MAJOR + 1} is not {MAJOR}" in answer.detail
+
+
+def test_an_answer_to_no_question_is_counted_once() -> None:
+    _, rank = alone()
+    rank.core.receive(ReplyTo(b"1"), encode_packet("start-1", "", [Draining()]), 0.0)
+    rank.core.receive(Address("world://q"), encode_packet("start-2", "", [Hello(1, 1, 1, "q", 0, Cohort("d"))]), 0.0)
+    assert rank.core.outbox.counters["dropped.unexpected"] == 2
+    assert heard(rank) == []
+
+
+def test_of_readers_that_ask_while_there_is_no_agent_a_few_are_answered_when_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The others ask again."""
+    monkeypatch.setattr(readers, "MAX_WAITING", 3)
+    _, rank = alone()
+    rank.core.agent_lost()
+    assert [greeted(rank, number) for number in (1, 2, 3, 4, 5, 2)] == [[]] * 6
+    rank.core.agent_replaced("another", b"metadata")
+    assert len(heard(rank)) == 3
+    assert len(greeted(rank, 4)) == 1
+
+
+def test_a_bug_that_one_lease_meets_ends_no_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, rank = alone()
+    lease = world.lend(rank, world.params([rank], "r", [3], 4))
+    tick_lease, met = rank.core.prefill.tick_lease, list[float]()
+
+    def fail(lease: Lease, now: float) -> bool:
+        if not met:
+            met.append(now)
+            raise RuntimeError("a bug")
+        return tick_lease(lease, now)
+
+    monkeypatch.setattr(rank.core.prefill, "tick_lease", fail)
+    with pytest.raises(RuntimeError):
+        rank.core.tick(10.0)
+    assert rank.core.next_at == 11.0
+    for now in (11.0, 30.0):
+        rank.core.tick(now)
+    assert lease.is_over

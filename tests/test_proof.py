@@ -86,6 +86,11 @@ class Reading:
     def grant(self, ask: Ask, seconds: float, lent_for_s: float = LONG) -> None:
         self.say(Granted(ask.key, ask.pull_id, ask.nonce, seconds, lent_for_s))
 
+    def granted(self, seconds: float) -> Reading:
+        """Grant what is asked for first."""
+        self.grant(self.ask(), seconds)
+        return self
+
     def refuse(self, ask: Ask, reason: Reason) -> None:
         self.say(Refused(ask.key, ask.pull_id, ask.nonce, reason))
 
@@ -114,8 +119,7 @@ def test_a_promise_counts_from_before_its_claim_was_sent_less_a_margin_for_the_c
 
 
 def test_a_shorter_promise_takes_nothing_from_a_longer_one() -> None:
-    it = Reading()
-    it.grant(it.ask(), 10.0)
+    it = Reading().granted(10.0)
     (_, renewal), *_ = it.wait(5.0)
     it.grant(renewal, 1.0)
     it.wait(8.0)
@@ -143,8 +147,7 @@ def test_only_a_claim_that_left_after_the_last_byte_confirms_it() -> None:
 
 
 def test_what_is_granted_while_bytes_are_missing_confirms_none_that_come_later() -> None:
-    it = Reading()
-    it.grant(it.ask(), 0.1)
+    it = Reading().granted(0.1)
     it.wait(0.5)
     it.land()
     assert it.outcome is None
@@ -184,8 +187,7 @@ def test_what_is_read_again_needs_a_proof_of_its_own() -> None:
 
 def test_a_promise_that_runs_is_renewed_and_one_that_has_run_out_is_claimed_anew() -> None:
     """A renewal of what has lapsed is refused: it would cost the reader a round trip that it may not have."""
-    it = Reading()
-    it.grant(it.ask(), 5.0)
+    it = Reading().granted(5.0)
     asked = it.wait(8.0)
     assert {type(ask) for at, ask in asked if at < 4.99} == {Renew}
     assert {type(ask) for at, ask in asked if at > 5.01} == {Claim}
@@ -193,8 +195,7 @@ def test_a_promise_that_runs_is_renewed_and_one_that_has_run_out_is_claimed_anew
 
 def test_a_lapsed_promise_counts_for_nothing_once_the_owner_has_said_so() -> None:
     """A renewal crossed the end of its promise: the request is claimed anew at once, and as if for the first time."""
-    it = Reading(timeout=20.0)
-    it.grant(it.ask(), 1.0)
+    it = Reading(timeout=20.0).granted(1.0)
     _, renewal = it.wait(1.1)[0]
     it.refuse(renewal, Reason.EXPIRED)
     assert isinstance(it.ask(), Claim)
@@ -207,8 +208,7 @@ def test_a_lapsed_promise_counts_for_nothing_once_the_owner_has_said_so() -> Non
 
 def test_a_claim_that_is_refused_as_expired_is_the_end() -> None:
     """It is claimed anew once: whoever says it again means the lease, not the promise."""
-    it = Reading()
-    it.grant(it.ask(), 1.0)
+    it = Reading().granted(1.0)
     _, renewal = it.wait(1.1)[0]
     it.refuse(renewal, Reason.EXPIRED)
     it.refuse(it.ask(), Reason.EXPIRED)
@@ -234,8 +234,7 @@ def test_a_late_refusal_of_an_older_claim_changes_nothing() -> None:
 
 @pytest.mark.parametrize("reason", [Reason.REVOKED, Reason.EXPIRED])
 def test_what_is_not_renewed_may_be_read_as_long_as_it_was_promised(reason: Reason) -> None:
-    it = Reading()
-    it.grant(it.ask(), 10.0)
+    it = Reading().granted(10.0)
     (_, renewal), *_ = it.wait(4.0)
     it.refuse(renewal, reason)
     assert it.wait(9.0) == []
@@ -248,14 +247,14 @@ def gaps(asked: list[tuple[float, Ask]]) -> list[float]:
     return [round(b - a, 1) for (a, _), (b, _) in itertools.pairwise(asked)]
 
 
-def test_claims_that_nobody_answers_are_repeated_ever_more_seldom_but_never_given_up() -> None:
+def test_unanswered_claims_are_repeated_ever_more_seldom_but_never_given_up() -> None:
     it = Reading(claim_retry_s=0.2)
     asked = [(0.0, it.ask()), *it.wait(12.0)]
     assert gaps(asked) == [0.2, 0.4, 0.8, 1.6, *[MAX_CLAIM_PAUSE_S] * 4]
     assert len({ask.nonce for _, ask in asked}) == len(asked)
 
 
-def test_who_was_answered_is_patient_anew() -> None:
+def test_a_reader_that_was_answered_is_patient_anew() -> None:
     """One packet that is lost must not cost as much as a rank that is silent."""
     it = Reading(claim_retry_s=0.2)
     *_, (_, last) = it.wait(8.0)
@@ -265,17 +264,15 @@ def test_who_was_answered_is_patient_anew() -> None:
 
 @pytest.mark.parametrize(("seconds", "renew_s"), [(4.0, 3.0), (4.0, 1.0)])
 def test_a_promise_is_renewed_at_half_its_time_or_when_the_owner_says(seconds: float, renew_s: float) -> None:
-    it = Reading(params={"renew_s": renew_s})
-    it.grant(it.ask(), seconds)
+    it = Reading(params={"renew_s": renew_s}).granted(seconds)
     (at, renewal), *_ = it.wait(seconds)
     assert isinstance(renewal, Renew)
     assert at == pytest.approx(min(seconds / 2, renew_s), abs=0.02)
 
 
-def test_nobody_makes_a_reader_renew_without_pause() -> None:
+def test_no_lender_makes_a_reader_renew_without_pause() -> None:
     """An owner that grants a millisecond at a time, however quick its answers."""
-    it = Reading()
-    it.grant(it.ask(), 0.001)
+    it = Reading().granted(0.001)
     count = 0
     while it.world.now < 2.0:
         for _, ask in it.wait(it.world.now + 0.01):
@@ -285,8 +282,7 @@ def test_nobody_makes_a_reader_renew_without_pause() -> None:
 
 
 def test_what_has_arrived_too_late_is_asked_for_at_once_and_not_again_and_again() -> None:
-    it = Reading(claim_retry_s=0.2)
-    it.grant(it.ask(), 0.1)
+    it = Reading(claim_retry_s=0.2).granted(0.1)
     it.wait(3.0)
     it.land()
     assert isinstance(it.ask(), Claim)
@@ -321,8 +317,7 @@ def test_answers_to_the_last_few_claims_count_and_to_no_others() -> None:
 @pytest.mark.parametrize("lands_at", [0.2, 3.0], ids=["while it drains", "after the outcome"])
 def test_a_pull_that_has_failed_asks_for_nothing_and_reads_nothing_more(lands_at: float) -> None:
     """What runs is waited for, as long as that may take; what was still to be posted is not."""
-    it = Reading(8, max_post_bytes=64, window_bytes=128, drain_s=1.0)
-    it.grant(it.ask(), 20.0)
+    it = Reading(8, max_post_bytes=64, window_bytes=128, drain_s=1.0).granted(20.0)
     first, second = it.decode.reads
     it.world.cancel(it.decode, it.pull)
     it.wait(lands_at)
@@ -336,10 +331,9 @@ def test_a_pull_that_has_failed_asks_for_nothing_and_reads_nothing_more(lands_at
     assert it.wait(15.0) == []
 
 
-def test_a_release_that_nobody_acknowledges_is_repeated_ever_more_seldom_and_given_up_in_time() -> None:
+def test_an_unacknowledged_release_is_repeated_ever_more_seldom_and_given_up_in_time() -> None:
     """Its lease runs out by itself: to say so saves its owner that time, and is worth no more than that."""
-    it = Reading(release_retry_s=0.2, release_timeout_s=30.0)
-    it.grant(it.ask(), 10.0)
+    it = Reading(release_retry_s=0.2, release_timeout_s=30.0).granted(10.0)
     it.land()
     said = list[float]()
     while it.world.now < 40.0:

@@ -291,6 +291,23 @@ class Client:
             while not await is_so():
                 pass
 
+    async def until_seen(self, is_so: Callable[[], object]) -> None:
+        """Ask for the readiness, until something else is so or it is too late."""
+        async with asyncio.timeout(HEAR_S):
+            while not is_so():
+                await self.ready()
+
+    async def until_ready(self, status: int = 200) -> None:
+        async with asyncio.timeout(HEAR_S):
+            while (await self.ready())[0] != status:
+                pass
+
+    async def until_counted(self, name: str, value: int = 1) -> None:
+        """Ask for the metrics until one has a value."""
+        async with asyncio.timeout(HEAR_S):
+            while (await self.metrics()).get(name) != value:
+                pass
+
 
 @contextlib.asynccontextmanager
 async def routed(
@@ -399,7 +416,7 @@ async def test_streams_pass_piece_by_piece_unchanged() -> None:
         assert await answer.content.read() == b""
 
 
-async def test_who_has_the_least_to_do_is_chosen() -> None:
+async def test_the_engine_with_the_least_to_do_is_chosen() -> None:
     busy, idle = Fake(hangs), prefills("idle")
     async with routed([busy, idle], [decodes()]) as client:
         first = asyncio.create_task(client.ask())
@@ -556,18 +573,10 @@ async def test_a_burst_of_clients_that_leaves_gives_its_loans_back(
         prefill.hears.clear()
     async with routed([prefill], [decode]) as client:
         asked = [asyncio.create_task(client.ask(path=path)) for _ in range(20)]
-
-        async def are_asked() -> bool:
-            await client.ready()
-            return len(at_work.asked) == 20
-
-        async def have_left() -> bool:
-            return (await client.metrics())["pd_proxy_in_flight"] == 0
-
-        await client.until(are_asked)
+        await client.until_seen(lambda: len(at_work.asked) == 20)
         for task in asked:
             task.cancel()
-        await client.until(have_left)
+        await client.until_counted("pd_proxy_in_flight", 0)
         prefill.hears.set()
         await client.until_given_back(prefill)
         assert len(lent(prefill)) == 20
@@ -684,12 +693,7 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
     said = msgspec.json.encode({**ASK, "stream": True})
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(said)
     async with routed([prefills()], [decode], idle_s=0.5) as client, connection(client, head + said):
-
-        async def is_cut_off() -> bool:
-            metrics = await client.metrics()
-            return metrics.get('pd_proxy_requests_total{path="/v1/completions",status="499"}') == 1
-
-        await client.until(is_cut_off)
+        await client.until_counted('pd_proxy_requests_total{path="/v1/completions",status="499"}')
 
 
 async def test_an_engine_that_comes_back_still_has_its_work() -> None:
@@ -729,7 +733,7 @@ RARELY = Limits(connect_s=5, prefill_s=30, silence_s=30, health_s=1000)
 
 @pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("at", ["prefill", "decode"])
-async def test_who_waits_for_an_engine_that_falls_silent_is_served_by_another(at: str, is_stream: bool) -> None:
+async def test_a_client_of_an_engine_that_falls_silent_is_served_by_another(at: str, is_stream: bool) -> None:
     silent = Fake(hangs)
     prefill = [silent, prefills("b")] if at == "prefill" else [prefills("a")]
     says_it = says_events(b": so be it\n\ndata: {}\n\n") if is_stream else says({"choices": []})
@@ -783,7 +787,7 @@ async def test_without_another_engine_the_client_hears_it_at_once() -> None:
 
 
 @pytest.mark.slow
-async def test_only_who_sends_nothing_at_all_is_given_up() -> None:
+async def test_only_an_engine_that_sends_nothing_at_all_is_given_up() -> None:
     """Two looks of a second in vain, while one of three engines goes on with its stream and one answers 503."""
     head = b"data: {}\n\n"
     stopped, busy, ending = (Fake(streams(head, *[head] * 99)) for _ in range(3))
@@ -807,7 +811,7 @@ async def test_only_who_sends_nothing_at_all_is_given_up() -> None:
             assert await answer.content.readexactly(len(head)) == head
 
 
-async def test_who_has_had_nothing_for_long_is_named() -> None:
+async def test_a_request_that_has_had_nothing_for_long_is_named() -> None:
     slow = Fake(hangs)
     async with routed([prefills()], [slow], RARELY, warn_s=0.02) as client:
         with capture_logs() as events:
@@ -821,11 +825,7 @@ async def test_who_has_had_nothing_for_long_is_named() -> None:
                 # A prefill takes as long on a busy machine, and may be named as well.
                 return [it for it in events if it["event"] == "request_waits" and it["role"] == "decode"]
 
-            async def are_named() -> bool:
-                await client.ready()
-                return len(slow.asked) == 10 and len(named()) == 9
-
-            await client.until(are_named)
+            await client.until_seen(lambda: len(slow.asked) == 10 and len(named()) == 9)
             _, told = await client.ready()
         waits = named()
         assert sorted(event["id"] for event in waits) == ids[1:]  # once each; an answer in one piece takes its time
@@ -1173,11 +1173,7 @@ async def test_engines_of_a_file_come_and_go_and_finish_what_they_have(tmp_path:
                 await client.until(is_taken_up)
                 assert (await client.ask())[0] == 503  # it has been looked at, and is not well
                 new.health = 200
-
-                async def is_ready() -> bool:
-                    return (await client.ready())[0] == 200
-
-                await client.until(is_ready)
+                await client.until_ready()
                 assert (await client.ask())[0] == 200
                 assert not any(old.url in name for name in await client.metrics() if "_up" in name)
                 old.go_on.set()
@@ -1292,12 +1288,7 @@ async def test_every_address_of_a_name_is_an_engine(monkeypatch: pytest.MonkeyPa
                     await client.until(are_both)
                     assert [(await client.ask())[0] for _ in range(2)] == [200, 200]
                     hosts.clear()
-
-                    async def is_said() -> bool:
-                        await client.ready()
-                        return any(event["event"] == "engines_not_found" for event in events)
-
-                    await client.until(is_said)
+                    await client.until_seen(lambda: any(it["event"] == "engines_not_found" for it in events))
                     assert await are_both()
     assert len(first.asked) == len(second.asked) == 1
     assert "Name or service not known" in next(it["trouble"] for it in events if it["event"] == "engines_not_found")
@@ -1480,7 +1471,7 @@ async def test_a_request_that_takes_long_is_not_an_idle_connection() -> None:
         (replace(QUICK, max_connections_per_host=2), "there are 2 connections of 127.0.0.1 already"),
     ],
 )
-async def test_connections_are_bounded_and_who_comes_too_many_hears_so(limits: Limits, why: str) -> None:
+async def test_connections_are_bounded_and_a_client_beyond_them_hears_so(limits: Limits, why: str) -> None:
     half = b"GET /health HTTP/1.1\r\n"
     async with routed([prefills()], [decodes()], limits) as client:
         async with connection(client, half), connection(client, half), connection(client, HEAD) as (reader, _):
@@ -1503,13 +1494,8 @@ async def test_bodies_hold_so_much_in_all_and_no_more() -> None:
         assert client.router is not None
         body = msgspec.json.encode({**ASK, "pad": "x" * 60_000})
         async with connection(client, HEAD + b"{" + bytes(59_999)):
-
-            async def is_held() -> bool:
-                assert client.router is not None
-                await asyncio.sleep(0)
-                return client.router._body_bytes == 60_000
-
-            await client.until(is_held)
+            router = client.router
+            await client.until_seen(lambda: router._body_bytes == 60_000)
             status, told = await client.ask(body)
             assert (status, told["error"]["type"]) == (503, "overloaded")
             assert told["error"]["message"] == "bodies of requests already hold 0.1 MiB"
@@ -1541,12 +1527,7 @@ async def test_a_client_that_leaves_cancels_the_engine_that_works_for_it(at: str
         asked.cancel()
         await asyncio.wait([asked])
         await asyncio.wait_for(engine.left.wait(), HEAR_S)
-
-        async def is_counted() -> bool:
-            metrics = await client.metrics()
-            return metrics.get('pd_proxy_requests_total{path="/v1/completions",status="499"}') == 1
-
-        await client.until(is_counted)
+        await client.until_counted('pd_proxy_requests_total{path="/v1/completions",status="499"}')
         assert (await client.metrics())["pd_proxy_in_flight"] == 0
         _, told = await client.ready()
         assert not any(it["outstanding"] for it in (*told["prefill"], *told["decode"]))
@@ -1660,19 +1641,12 @@ async def test_readiness_follows_the_engines() -> None:
         status, told = await client.ready()
         assert (status, told["status"]) == (200, "ready")
         assert told["prefill"] == [{"engine": prefill.url, "trouble": "", "outstanding": 0}]
-
-        async def is_ready() -> bool:
-            return (await client.ready())[0] == 200
-
-        async def is_not_ready() -> bool:
-            return not await is_ready()
-
         decode.health = 500
-        await client.until(is_not_ready)
+        await client.until_ready(503)
         assert (await client.ready())[1]["decode"][0]["trouble"] == "its health is status 500"
         assert (await client.ask())[0] == 503
         decode.health = 200
-        await client.until(is_ready)
+        await client.until_ready()
         assert (await client.ask())[0] == 200
         async with client.session.get(f"{client.url}/health") as answer:
             assert answer.status == 200
@@ -1737,15 +1711,26 @@ def test_help_teaches_and_without_the_extra_the_command_says_what_to_install(
     assert capsys.readouterr().err == "asynckv: the router needs aiohttp: pip install 'asynckv[proxy]'\n"
 
 
+@contextlib.asynccontextmanager
+async def running(*command: str, stdout: int | None = None) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a command that writes its log into a pipe, and kill it in the end."""
+    process = await asyncio.create_subprocess_exec(*command, stdout=stdout, stderr=asyncio.subprocess.PIPE)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_the_command_serves_logs_and_ends_in_order() -> None:
     async with prefills().running() as prefill, decodes().running() as decode:
         command = ("sh", "-c", 'ulimit -Sn 256; exec "$@"', "sh", sys.executable, "-m", "asynckv", "proxy")
         engines = ("--port", "0", "--prefill", prefill.url, "--decode", decode.url)
-        process = await asyncio.create_subprocess_exec(*command, *engines, stderr=asyncio.subprocess.PIPE)
-        assert process.stderr is not None
-        try:
+        async with running(*command, *engines) as process:
+            assert process.stderr is not None
             async with asyncio.timeout(START_S):
                 events: list[dict[str, Any]] = [{"event": ""}]
                 while events[-1]["event"] != "listening":
@@ -1758,10 +1743,6 @@ async def test_the_command_serves_logs_and_ends_in_order() -> None:
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), HEAR_S) == 0
             (ended, stopping) = [json.loads(line) for line in (await process.stderr.read()).splitlines()]
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
         assert (ended["event"], ended["id"], ended["status"], ended["attempts"]) == ("request", "id-1", 200, 1)
         assert (ended["prefill"], ended["decode"]) == (prefill.url, decode.url)
         assert (stopping["event"], stopping["in_flight"]) == ("stopping", 0)
@@ -1784,18 +1765,13 @@ async def test_a_thread_that_hangs_does_not_hold_up_the_end() -> None:
     async with prefills().running() as prefill:
         urls = ("--prefill", prefill.url, "--decode", "http://hangs", "--decode", "dns+http://also-hangs")
         command = (sys.executable, "-c", HANGING, "proxy", "--port", "0", *urls)
-        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-        assert process.stderr is not None
-        try:
+        async with running(*command) as process:
+            assert process.stderr is not None
             async with asyncio.timeout(START_S):
                 while b'"listening"' not in (line := await process.stderr.readline()):
                     assert line
             process.send_signal(signal.SIGTERM)
             assert await asyncio.wait_for(process.wait(), HEAR_S) == 0
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
 
 
 @pytest.mark.slow
@@ -2037,11 +2013,9 @@ async def test_a_killed_prefill_engine_is_replaced_before_its_kv_cache_was_fetch
 async def test_one_command_starts_it_all_and_ctrl_c_ends_it(short_path: Path) -> None:
     # Asyncio's handler for the signal is there before the command says that it is up, whatever a shell has turned off.
     command = (sys.executable, "-m", "docs.examples.service.pd_service", "--prefill", "1", "--dir", str(short_path))
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    try:
+    async with running(*command, stdout=asyncio.subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
         async with asyncio.timeout(START_S):
             while b"curl" not in (line := await process.stdout.readline()):
                 assert line
@@ -2060,7 +2034,3 @@ async def test_one_command_starts_it_all_and_ctrl_c_ends_it(short_path: Path) ->
         lasts = {path.stem: path.read_text().splitlines()[-1] for path in sorted(short_path.iterdir())}  # noqa: ASYNC240
         assert sorted(lasts) == [answer.account.engine_id for answer in answers]
         assert all(json.loads(last)["event"] == "engine_stopped" for last in lasts.values())
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()

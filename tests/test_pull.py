@@ -132,7 +132,7 @@ async def test_at_debug_every_step_of_a_pull_and_of_its_lease_is_logged_once_and
 
 
 def test_how_late_an_end_was_found_is_that_of_the_latest_read_that_landed() -> None:
-    world, prefill, decode = opened(EngineConfig(engine_id="x", pull=PullConfig(max_post_descriptors=1)))
+    world, prefill, decode = opened(pull=PullConfig(max_post_descriptors=1))
     params, _ = world.lent(prefill, "r", [3], written=True)
     pull = world.pull(decode, "d", [9], params)
     world.deliver_all()
@@ -152,16 +152,12 @@ def test_how_late_an_end_was_found_is_that_of_the_latest_read_that_landed() -> N
 
 def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
     """Nobody acknowledges the release, and a transfer may still write: each has a time of its own."""
-    world, prefill, decode = opened(
-        EngineConfig(engine_id="x", pull=PullConfig(release_timeout_s=20.0, held_s=5.0, gone_s=600.0))
-    )
+    world, prefill, decode = opened(pull=PullConfig(release_timeout_s=20.0, held_s=5.0, gone_s=600.0))
     params, _ = world.lent(prefill, "r", [3], written=True)
     pull = world.pull(decode, "d", [9], params)
     world.deliver_all()
     (transfer,) = decode.reads
-    for _ in range(4):  # the pull has taken longer than `held_s` when it ends
-        world.advance(2.0)
-        world.deliver_all()
+    world.live(8.0, 2.0)  # the pull has taken longer than `held_s` when it ends
     world.tell(decode, TransferEnded(transfer, Ending.IN_DOUBT, "trouble"))
     del world.ranks[prefill.name]
     world.letters.clear()
@@ -193,18 +189,19 @@ def test_answers_count_to_the_last_eight_claims() -> None:
     assert list(source.nonces) == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
-def test_claims_and_releases_that_are_not_answered_are_repeated_ever_less_often() -> None:
-    world, prefill, decode = opened()
+@pytest.mark.parametrize("first_s", [0.25, 0.001])
+def test_claims_and_releases_that_are_not_answered_are_repeated_ever_less_often(first_s: float) -> None:
+    """The longest pause is 64 times the first, 2 s between claims, and 5 s between releases."""
+    world, prefill, decode = opened(pull=PullConfig(claim_retry_s=first_s, release_retry_s=first_s))
     pull = world.pull(decode, "d", [9], world.params([prefill], "r", [3], 4))
     source, pauses = pull.sources[0], list[tuple[float, float]]()
-    for number in range(9):
+    for number in range(10):
         source.claims = source.releases = number
-        source.claimed(number, 0.25, 100.0)
+        source.claimed(number, pull.limits.claim_retry_s, 100.0)
         pull.make_release(source, 100.0)
         pauses.append((source.claim_at - 100.0, source.release_at - 100.0))
-    first = 4 * pull.limits.release_retry_s
-    assert [pause for pause, _ in pauses] == [0.25, 0.5, 1, 2, 2, 2, 2, 2, 2]
-    assert [4 * pause for _, pause in pauses] == pytest.approx([min(first * 2**n, 20) for n in range(9)])
+    doubled = [first_s * min(2**n, 64) for n in range(10)]
+    assert pauses == [pytest.approx((min(pause, 2), min(pause, 5))) for pause in doubled]
 
 
 def test_while_one_rank_is_read_another_that_has_not_lent_is_named_beside_it() -> None:
@@ -265,9 +262,7 @@ def test_what_is_being_read_is_renewed_however_long_its_embedder_stands_still() 
     pull = world.pull(decode, "d", [9], params, timeout=600.0)
     world.deliver_all()
     decode.core.decode.alive_at = world.time(decode)
-    for _ in range(120):
-        world.deliver_all()
-        world.advance(1.0)
+    world.live(120.0, 1.0)
     assert (pull.reason, lease.is_over) == (None, False)
     world.run()
     assert pull.reason is Reason.COMPLETE

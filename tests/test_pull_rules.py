@@ -34,13 +34,11 @@ def test_a_state_ends_at_the_latest_when_its_own_bound_or_its_callers_has_passed
     world.deliver_all()
     assert (pull.state, pull.until) == (PullState.READING, 30.0)
     world.advance(1.0)
-    decode.core.cancel("d1", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "d1")
     assert (pull.state, pull.until) == (PullState.DRAINING, 3.0)
     late = ask(world, prefill, decode, 2, timeout=1.5)
     world.deliver_all()
-    decode.core.cancel("d2", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "d2")
     assert (late.state, late.until) == (PullState.DRAINING, 2.5)
 
 
@@ -73,26 +71,10 @@ def test_a_pull_that_waits_for_its_turn_fails_in_the_queue_also_when_it_waits_ag
     assert (again.reason, again.failed_in) == (Reason.NOT_LENT_YET, "queue")
 
 
-# -- how often it asks -------------------------------------------------------------------------------------
-
-
-def test_a_pause_is_at_most_64_times_the_first() -> None:
-    """The same for claims and releases, where the first is so short that their longest pause is never reached."""
-    world, prefill, decode = two(claim_retry_s=0.001, release_retry_s=0.001)
-    pull = world.pull(decode, "d", [9], world.params([prefill], "r", [3], 4))
-    source, pauses = pull.sources[0], list[tuple[float, float]]()
-    for number in range(10):
-        source.claims = source.releases = number
-        source.claimed(number, pull.limits.claim_retry_s, 0.0)
-        pull.make_release(source, 0.0)
-        pauses.append((source.claim_at, source.release_at))
-    assert pauses == [(0.001 * factor, 0.001 * factor) for factor in (1, 2, 4, 8, 16, 32, 64, 64, 64, 64)]
-
-
 # -- lines -------------------------------------------------------------------------------------------------
 
 
-def test_whoever_was_sent_away_may_stand_in_line_again() -> None:
+def test_a_pull_that_was_sent_away_may_stand_in_line_again() -> None:
     line, posting = PeerLine(InFlight(), is_open=True), Posting(1 << 20, 1 << 20)
     read: Any = SimpleNamespace(num_bytes=1, num_descriptors=1)
     poster: Any = SimpleNamespace(next_read=read, may_post=True, not_lent_yet=False, is_waiting=False)

@@ -114,7 +114,7 @@ async def test_a_failed_awakening_leaves_the_endpoint_as_it_was(sim: Bench) -> N
 
 
 @pytest.mark.parametrize("priority", [None, "urgent", float("nan"), 0.5, True, 1 << 60])
-async def test_a_priority_that_is_none_is_refused_and_harms_nobody(sim: Bench, priority: Any) -> None:
+async def test_a_priority_that_is_none_is_refused_and_harms_no_other(sim: Bench, priority: Any) -> None:
     async with reading(sim) as (_, decode, _, task, params):
         with pytest.raises(LocalProtocolError, match="priority is"):
             await decode.engine.pull("x", [(0, [7])], params, priority=priority)
@@ -160,8 +160,7 @@ async def test_a_claim_leaves_before_the_read_that_it_goes_beside(sim: Bench) ->
 
         decode.data.post_read = post_read  # type: ignore[assignment, method-assign]
         for number in range(2):
-            params = group.make_params(f"r{number}", [(0, [number])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, f"r{number}", [number], written=True)
             await decode.engine.pull(f"d{number}", [(0, [6])], params)
         assert [said for _, _, said in heard] == [["Claim"], ["a read"]] * 2
 
@@ -171,21 +170,19 @@ async def test_a_release_goes_in_one_packet_with_what_its_caller_asks_for_next(s
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         heard = overheard(sim, Claim, Release)
         for number in range(3):
-            params = group.make_params(f"r{number}", [(0, [number])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, f"r{number}", [number], written=True)
             await decode.engine.pull(f"d{number}", [(0, [6])], params)
         await spin(sim, 0.2)
         assert [said for _, _, said in heard] == [["Claim"], ["Release", "Claim"], ["Release", "Claim"], ["Release"]]
 
 
-async def test_who_closes_says_goodbye_to_all_its_readers_once_it_has_kept_its_promises(sim: Bench) -> None:
+async def test_a_closing_engine_says_goodbye_to_all_its_readers_once_it_has_kept_its_promises(sim: Bench) -> None:
     """Then they need not wait out its silence; and not before, for whoever hears it believes no promise any more."""
     async with reading(sim) as (prefill, decode, lent, task, _):
         second = sim.side("second", 7, lease=QUICK)
         async with second.engine:
             group = PrefillRanks("prefill", [prefill.engine.endpoint])
-            params = group.make_params("other", [(0, [2])], 16, written=True)
-            prefill.engine.lend(params)
+            params, _ = prefill.lent(group, "other", [2], written=True)
             await second.engine.pull("d2", [(0, [6])], params)
             heard = overheard(sim, Goodbye)
             closing = asyncio.create_task(prefill.engine.aclose())
@@ -204,8 +201,7 @@ async def test_who_closes_says_goodbye_to_all_its_readers_once_it_has_kept_its_p
 async def test_a_reader_that_closes_says_goodbye_too_and_a_stranger_is_not_counted(sim: Bench) -> None:
     """So no alert takes a decode engine that is restarted in order for one that was killed."""
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         await decode.engine.pull("d", [(0, [6])], params)
         prefill.engine._driver.core.receive(
             ReplyTo(b"stranger"), encode_packet("stranger", "", [Goodbye()]), sim.clock.now()
@@ -237,9 +233,7 @@ def test_a_peer_that_answers_but_sends_nothing_takes_no_room_from_others() -> No
     pull = ask(world, healthy, decode, 200)
     world.deliver_all()
     assert decode.core.decode.admission.waits(pull.pull_id)
-    for _ in range(8):
-        world.advance(0.25)
-        world.deliver_all()
+    world.live(2.0, 0.25)
     assert pull.state is PullState.READING
     world.complete(decode, next(t for t, r in decode.reads.items() if r.agent_name == "agent-p2"))
     world.deliver_all()
@@ -282,17 +276,13 @@ def test_a_peer_that_is_idle_is_not_taken_for_one_that_sends_nothing(has_owed: b
     if has_owed:  # its read has ended, and it waits to be lent
         ask(world, prefill, decode, 1, lend=False, timeout=60.0)
         world.run()
-    for _ in range(40):
-        world.deliver_all()
-        world.advance(0.25)
+    world.live(10.0, 0.25)
     ask(world, prefill, decode, 2)
     world.deliver_all()
     world.advance(0.3)
     world.deliver_all()
     assert decode.core.outbox.counters["peers.set_aside"] == 0
-    for _ in range(8):
-        world.advance(0.25)
-        world.deliver_all()
+    world.live(2.0, 0.25)
     assert decode.core.outbox.counters["peers.set_aside"] == 1
 
 
@@ -322,12 +312,8 @@ def test_after_a_silence_there_is_no_more_room_than_before() -> None:
     for i in range(8):
         ask(world, first, decode, i)
     world.deliver_all()
-    for _ in range(6):
-        world.advance(0.25)
-        world.letters.clear()
-    for _ in range(4):
-        world.advance(0.25)
-        world.deliver_all()
+    world.live(1.5, 0.25, is_heard=False)
+    world.live(1.0, 0.25)
     others = [ask(world, second, decode, 100 + i) for i in range(4)]
     world.deliver_all()
     assert {p.state for p in others} == {PullState.QUEUED}
@@ -344,11 +330,9 @@ async def test_a_bug_while_a_pull_is_planned_fails_it_at_once_and_leaves_nothing
 ) -> None:
     """Whether it has room at once, or waits for its turn."""
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
-        first = group.make_params("first", [(0, [2])], 16, written=True)
-        prefill.engine.lend(first)
+        first, _ = prefill.lent(group, "first", [2], written=True)
         await decode.engine.pull("first", [(0, [7])], first)
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        lent = prefill.engine.lend(params)
+        params, lent = prefill.lent(group, "r", [1], written=True)
 
         def plan(*_: Any) -> None:
             raise RuntimeError("a bug")
@@ -444,8 +428,7 @@ async def test_a_drain_waits_for_another_attempt(sim: Bench) -> None:
 
 async def test_links_to_old_peers_end_with_a_sleep(sim: Bench) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         await passing(sim, asyncio.create_task(decode.engine.pull("d", [(0, [6])], params)))
         await passing(sim, asyncio.create_task(decode.engine.suspend()))
         await decode.engine.resume()
@@ -458,8 +441,7 @@ def test_an_announced_pull_has_the_priority_that_it_is_asked_with() -> None:
         ask(world, prefill, decode, i)
         world.deliver_all()
     params, _ = world.lent(prefill, "r9", [9], written=True)
-    decode.core.announce("d9", params, "", 30.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "d9", params, 30.0)
     world.deliver_all()
     begin(decode.core, PullRequest("d9", [(0, [9])], params, priority=-1), 30.0, world.time(decode))
     world.settle(decode)
@@ -467,7 +449,7 @@ def test_an_announced_pull_has_the_priority_that_it_is_asked_with() -> None:
     assert [p.request_id for p in decode.ended] == ["d0", "d9", "d1", "d2"]
 
 
-def test_who_greets_a_draining_engine_is_told_so() -> None:
+def test_a_reader_that_greets_a_draining_engine_is_told_so() -> None:
     world, (prefill,), decode = world_of()
     params, _ = world.lent(prefill, "r", [3], written=True)
     prefill.core.shut()
@@ -517,8 +499,7 @@ async def storm(rng: random.Random) -> None:
                 case "pull":
                     epoch, n = prefill.engine.memory_epoch, len(pulls)
                     group = PrefillRanks("prefill", [prefill.engine.endpoint], memory_epoch=epoch, lease=QUICK)
-                    params = group.make_params(f"r{n}", [(0, [n % 32])], 16, written=True)
-                    prefill.engine.lend(params)
+                    params, _ = prefill.lent(group, f"r{n}", [n % 32], written=True)
                     pulls.append(asyncio.create_task(decode.engine.pull(f"d{n}", [(0, [n % 32])], params)))
                 case "suspend":
                     calls.append(asyncio.create_task(engine.suspend(rng.choice([0.0, 0.1, 0.5]))))

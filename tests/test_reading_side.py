@@ -30,9 +30,7 @@ def test_what_still_ran_of_a_rank_that_was_met_anew_keeps_nothing_loaded_once_it
     world.deliver_all()
     [transfer] = decode.reads
     world.forget(decode, prefill.address)
-    for _ in range(40):
-        world.advance(0.25)
-        world.deliver_all()
+    world.live(10.0, 0.25)
     again = ask(world, prefill, decode, 2)
     world.deliver_all()
     assert decode.nic.remotes["agent-p0"].users == 2
@@ -82,7 +80,7 @@ def test_of_requests_that_were_let_go_the_newest_are_remembered(monkeypatch: pyt
     assert list(decode.core.decode.abandoned) == [params.key for params in made[2:]]
 
 
-def test_nobody_is_woken_for_a_pull_that_is_over() -> None:
+def test_a_pull_that_is_over_wakes_no_timer() -> None:
     """Its deadline is far away, and a pull that waits for it is kept, with all that it has read."""
     world, _, _, pull = asking(1, timeout=500.0)
     world.deliver_all()
@@ -183,7 +181,7 @@ def test_a_refused_layout_of_an_older_version_names_the_upgrade(minor: int) -> N
 # -- the queue -----------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_kept_of_prefill_engines_that_nobody_reads_from() -> None:
+def test_nothing_is_kept_of_prefill_engines_without_a_reader() -> None:
     world, prefills, decode = world_of(3)
     for i, prefill in enumerate(prefills):
         ask(world, prefill, decode, i)
@@ -258,8 +256,7 @@ def test_params_of_another_engine_or_of_another_size_are_neither_lent_nor_withdr
 
 def test_a_request_that_was_taken_once_is_not_turned_away_between_its_attempts() -> None:
     world, (prefill,), decode = world_of(total_requests=1, window_requests=1, max_queued=1)
-    params = world.params([prefill], "r", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "r", [3], written=True)
     request = decode.core.pull(PullRequest("d", [(0, [3])], params), 1, 30.0, world.time(decode))
     world.settle(decode)
     assert request.pull is not None

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
-import math
 import random
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -23,48 +20,35 @@ from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.spent import SpentKeys
-from asynckv.core.timers import Timers
 from asynckv.core.types import Cohort, Endpoint, KVTransferParams, Outcome, Reason, ReplyTo, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
 from asynckv.scheduler import PrefillRanks
-from tests.world import NUM_BLOCKS, Rank, World, begin, make_layout, reason
-
-CONFIG = EngineConfig(engine_id="x", lease=LeaseConfig(lease_s=30.0, grant_s=10.0))
-
-
-def pair(config: EngineConfig = CONFIG) -> tuple[World, Rank, Rank]:
-    world = World(config)
-    return (
-        world,
-        world.add("p", make_layout(), engine_id="prefill", seed=1),
-        world.add("d", make_layout(base=1 << 41), engine_id="decode", seed=2, epoch=5e5),
-    )
+from tests.world import NUM_BLOCKS, Rank, World, alone, begin, make_layout, opened, ranks_of, reason
 
 
 def lent() -> tuple[World, Rank, Rank, KVTransferParams, Lease]:
     """Lend a block that is computed."""
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    return world, prefill, decode, params, world.lend(prefill, params)
+    world, prefill, decode = opened()
+    return world, prefill, decode, *world.lent(prefill, "req", [3], written=True)
 
 
 def group(world: World, tp_prefill: int, tp_decode: int, heads: int = 4) -> tuple[list[Rank], list[Rank]]:
-    prefill = [
-        world.add(f"p{r}", make_layout(r, tp_prefill, base=(r + 1) << 40, num_heads=heads), engine_id="prefill", seed=r)
-        for r in range(tp_prefill)
-    ]
-    decode = [
-        world.add(f"d{r}", make_layout(r, tp_decode, base=(r + 20) << 40, num_heads=heads), engine_id="decode", seed=r)
-        for r in range(tp_decode)
-    ]
-    return prefill, decode
+    prefill = ranks_of(world, "prefill", tp_prefill, num_heads=heads)
+    return prefill, ranks_of(world, "decode", tp_decode, base=20, num_heads=heads)
+
+
+def reading(timeout: float = 30) -> tuple[World, Rank, Rank, Lease, Pull]:
+    """Let a block be read that is computed; the read hangs."""
+    world, prefill, decode, params, lease = lent()
+    pull = world.pull(decode, "d-req", [9], params, timeout=timeout)
+    world.deliver_all()
+    return world, prefill, decode, lease, pull
 
 
 def test_a_request_from_lend_to_release() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     want = [prefill.buffers.block(b) for b in (3, 1)]
-    params = world.params([prefill], "req", [3, 1], 8, written=True)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "req", [3, 1], written=True)
     it = world.pull(decode, "d-req", [9, 4], params)
     world.run()
     assert (it.reason, it.state, lease.state) == (Reason.COMPLETE, PullState.RELEASED, LeaseState.RELEASED)
@@ -74,7 +58,7 @@ def test_a_request_from_lend_to_release() -> None:
     assert decode.core.is_idle
 
 
-def test_a_consumed_request_is_refused_at_once_and_the_refusal_says_who_read_it() -> None:
+def test_a_consumed_request_is_refused_at_once_and_the_refusal_names_its_reader() -> None:
     world, _, decode, params, _ = lent()
     world.pull(decode, "one", [9], params)
     world.run()
@@ -85,9 +69,8 @@ def test_a_consumed_request_is_refused_at_once_and_the_refusal_says_who_read_it(
 
 
 def test_of_many_decode_engines_that_read_a_request_a_refusal_names_a_few() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params, readers=6)
+    world, prefill, decode = opened()
+    params, _ = world.lent(prefill, "req", [3], written=True, readers=6)
     for i in range(7):
         wanted = PullRequest(f"sibling{i}", [(0, [i])], params, f"d/{i}")
         pull = begin(decode.core, wanted, 30, world.time(decode))
@@ -97,7 +80,7 @@ def test_of_many_decode_engines_that_read_a_request_a_refusal_names_a_few() -> N
 
 
 def test_an_unclaimed_lease_expires_and_names_whom_it_waited_for() -> None:
-    world, prefill, _ = pair()
+    world, prefill, _ = opened()
     lease = world.lend(prefill, world.params([prefill], "req", [3], 4))
     world.advance(29.9)
     assert lease.state is LeaseState.LENT
@@ -107,7 +90,7 @@ def test_an_unclaimed_lease_expires_and_names_whom_it_waited_for() -> None:
 
 
 def test_a_reader_that_dies_is_named_when_the_lease_expires() -> None:
-    world = World(CONFIG)
+    world = World()
     prefill, decode = group(world, 1, 2)
     params = world.params(prefill, "req", [3], 4, written=True)
     lease = world.lend(prefill[0], params)
@@ -120,18 +103,14 @@ def test_a_reader_that_dies_is_named_when_the_lease_expires() -> None:
 
 
 def test_bytes_without_proof_are_not_published() -> None:
-    world, prefill, decode, params, _ = lent()
-    it = world.pull(decode, "d-req", [9], params, timeout=100)
-    world.deliver_all()  # granted for 10 s, the read hangs
+    world, prefill, decode, _, it = reading(timeout=100)  # granted for 10 s, the read hangs
     (transfer_id,) = decode.reads
     for letter in world.letters:
         assert not letter.answer
     prefill.core.prefill.revoke(next(iter(prefill.core.prefill.leases.values())), world.time(prefill))
     world.settle(prefill)
     world.letters.clear()
-    for _ in range(120):
-        world.advance(0.1)
-        world.letters.clear()  # renewals are lost as well
+    world.live(12.0, 0.1, is_heard=False)  # renewals are lost as well
     assert prefill.core.is_idle, "the promise ran out, the blocks went back and were overwritten"
     world.complete(decode, transfer_id)
     assert it.state is PullState.CONFIRMING
@@ -141,13 +120,9 @@ def test_bytes_without_proof_are_not_published() -> None:
 
 
 def test_a_claim_sent_after_the_read_proves_it_without_any_clock() -> None:
-    world, _, decode, params, _ = lent()
-    it = world.pull(decode, "d-req", [9], params, timeout=100)
-    world.deliver_all()
+    world, _, decode, _, it = reading(timeout=100)
     (transfer_id,) = decode.reads
-    for _ in range(115):
-        world.advance(0.1)
-        world.letters.clear()
+    world.live(11.5, 0.1, is_heard=False)
     world.complete(decode, transfer_id)  # past every grant, but the lease itself still stands
     assert it.state is PullState.CONFIRMING
     world.run()
@@ -155,11 +130,8 @@ def test_a_claim_sent_after_the_read_proves_it_without_any_clock() -> None:
 
 
 def test_a_revoked_lease_keeps_its_promise() -> None:
-    world, prefill, decode, params, lease = lent()
-    it = world.pull(decode, "d-req", [9], params)
-    world.deliver_all()
-    prefill.core.prefill.revoke(lease, world.time(prefill))
-    world.settle(prefill)
+    world, prefill, _, lease, it = reading()
+    world.revoke(prefill, lease)
     assert lease.state is LeaseState.ENDING
     world.advance(1.0)
     world.run()
@@ -176,8 +148,7 @@ def test_a_grant_is_kept_to_its_last_moment_whatever_is_heard_before(before_s: f
         world.deliver()
     world.letters.clear()
     world.lend(prefill, world.params([prefill], "other", [4], 4))  # so that the rank has other things to do
-    prefill.core.prefill.revoke(lease, world.time(prefill))
-    world.settle(prefill)
+    world.revoke(prefill, lease)
     (grant,) = lease.grants.values()
     world.now = grant.until - before_s
     world.letters[:] = claims
@@ -191,10 +162,9 @@ def test_a_grant_is_kept_to_its_last_moment_whatever_is_heard_before(before_s: f
 
 @pytest.mark.parametrize(("after_s", "is_believed"), [(-1e-6, True), (0.0, False), (0.003, False), (0.05, False)])
 def test_bytes_are_believed_to_the_last_moment_of_a_promise_and_not_beyond(after_s: float, is_believed: bool) -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     want = prefill.buffers.block(3)
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3], written=True)
     it = world.pull(decode, "d-req", [9], params)
     world.deliver_all()
     (source,) = it.sources
@@ -208,7 +178,7 @@ def test_bytes_are_believed_to_the_last_moment_of_a_promise_and_not_beyond(after
 
 def test_each_stage_of_a_decode_engine_releases_for_itself() -> None:
     """Of two pipeline stages each holds a layer; one that has read its own has not released for the other."""
-    world = World(CONFIG)
+    world = World()
     prefill, whole = world.add("p", make_layout(), engine_id="prefill", seed=1), make_layout(base=1 << 41)
     stages = [
         world.add(
@@ -226,8 +196,7 @@ def test_each_stage_of_a_decode_engine_releases_for_itself() -> None:
         for stage in range(2)
     ]
     want = prefill.buffers.block(3)
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "req", [3], written=True)
     for stage, others in ((1, ["decode/tp0"]), (0, [])):
         assert lease.state is LeaseState.LENT
         it = world.pull(stages[stage], "d-req", [9], params)
@@ -240,19 +209,17 @@ def test_each_stage_of_a_decode_engine_releases_for_itself() -> None:
 
 
 def test_a_full_prefix_hit_reads_nothing_and_releases_every_rank() -> None:
-    world = World(CONFIG)
+    world = World()
     prefill, decode = group(world, 2, 1, heads=2)
-    params = world.params(prefill, "req", [3], 4, written=True)
-    leases = [world.lend(rank, params) for rank in prefill]
-    it = begin(decode[0].core, PullRequest("d-req", [(0, [])], params), 30, world.time(decode[0]))
-    world.settle(decode[0])
+    params, leases = world.lent_by(prefill, "req", [3], written=True)
+    it = world.pull(decode[0], "d-req", [], params)
     world.run()
     assert (it.reason, it.measures.num_bytes) == (Reason.COMPLETE, 0)
     assert [lease.state for lease in leases] == [LeaseState.RELEASED] * 2
 
 
 def test_a_lease_frees_only_after_every_distinct_reader() -> None:
-    world = World(CONFIG)
+    world = World()
     prefill, decode = group(world, 1, 4)
     params = world.params(prefill, "req", [3], 4, written=True)
     lease = world.lend(prefill[0], params)
@@ -266,7 +233,7 @@ def test_a_lease_frees_only_after_every_distinct_reader() -> None:
 
 
 def test_repeated_and_forged_releases_change_nothing_but_counters() -> None:
-    world = World(CONFIG)
+    world = World()
     prefill, decode = group(world, 1, 2)
     params = world.params(prefill, "req", [3], 4)
     lease = world.lend(prefill[0], params)
@@ -289,25 +256,8 @@ def test_repeated_and_forged_releases_change_nothing_but_counters() -> None:
     assert decode
 
 
-def test_what_has_ended_is_not_kept_until_its_time() -> None:
-    timers, items = Timers(), [_Item() for _ in range(1000)]
-    for i, item in enumerate(items):
-        timers.wake(item, 1000.0 + i)
-    for item in items[:-1]:
-        timers.forget(item)
-    assert len(timers._heap) < 130
-    assert timers.next_at == 1999.0
-    assert timers.pop(2000.0) is items[-1]
-
-
-class _Item:
-    scheduled_at = math.inf
-
-
 def test_one_source_cannot_take_all_the_room_for_early_claims() -> None:
-    config = EngineConfig(engine_id="x", lease=LeaseConfig(max_parked=8))
-    world = World(config)
-    prefill = world.add("p", make_layout(), engine_id="prefill")
+    world, prefill = alone(lease=LeaseConfig(max_parked=8))
     flood, other = (world.add(f"d{i}", make_layout(base=(i + 2) << 40), engine_id=f"decode{i}") for i in range(2))
     group = [world.params([prefill], f"r{i}", [i % 8], 4) for i in range(8)]
     for i in range(8):
@@ -327,8 +277,7 @@ def test_one_source_cannot_take_all_the_room_for_early_claims() -> None:
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_closed_engine_parks_nothing(is_early: bool) -> None:
-    world = World()
-    prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     world.lend(prefill, world.params([prefill], "other", [5], 4))
     pull = world.pull(decode, "d", [2], world.params([prefill], "r", [1], 4))
     if is_early:
@@ -342,10 +291,8 @@ def test_a_closed_engine_parks_nothing(is_early: bool) -> None:
 
 
 def test_long_texts_about_strangers_are_cut_and_not_lost() -> None:
-    world = World()
-    prefill, decode = world.add("p", make_layout(), engine_id="prefill"), world.add("d", make_layout(base=1 << 41))
-    params = world.params([prefill], "r", [1], 4)
-    lease = world.lend(prefill, params)
+    world, prefill, decode = opened()
+    params, lease = world.lent(prefill, "r", [1])
     first = begin(decode.core, PullRequest("a", [(0, [2])], params, "x" * 512), 5.0, 0.0)
     world.settle(decode)
     world.run()
@@ -354,11 +301,10 @@ def test_long_texts_about_strangers_are_cut_and_not_lost() -> None:
 
 
 def test_a_release_that_comes_before_the_lend_frees_at_once() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [1], params, timeout=1)
-    decode.core.cancel("d-req", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "d-req")
     world.run()
     world.complete_all()
     assert it.reason is Reason.CANCELLED
@@ -370,7 +316,7 @@ def test_a_release_that_comes_before_the_lend_frees_at_once() -> None:
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_requests_are_lent_in_any_order_while_their_readers_wait(order: tuple[int, ...]) -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     made = [world.params([prefill], f"req{i}", [i], 4) for i in range(4)]
     pulls = [world.pull(decode, f"d{i}", [i], params) for i, params in enumerate(made)]
     world.run()
@@ -386,22 +332,20 @@ def test_requests_are_lent_in_any_order_while_their_readers_wait(order: tuple[in
 
 
 def test_an_early_release_below_the_newest_ends_its_lease_when_it_is_lent() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     early, late = (world.params([prefill], f"req{i}", [i], 4) for i in range(2))
     world.lend(prefill, late)
     it = world.pull(decode, "d-req", [1], early)
     world.run()
-    decode.core.cancel("d-req", world.time(decode))
-    world.settle(decode)
+    world.cancel(decode, "d-req")
     world.run()
     assert it.reason is Reason.CANCELLED
     assert world.lend(prefill, early).state is LeaseState.RELEASED
 
 
 def test_what_has_ended_is_refused_at_once_however_long_ago() -> None:
-    world, prefill, decode = pair()
-    first = world.params([prefill], "first", [3], 4, written=True)
-    world.lend(prefill, first)
+    world, prefill, decode = opened()
+    first, _ = world.lent(prefill, "first", [3], written=True)
     world.pull(decode, "d-first", [1], first)
     world.run()
     prefill.core.prefill._ended.clear()  # as after very many others
@@ -413,13 +357,12 @@ def test_what_has_ended_is_refused_at_once_however_long_ago() -> None:
     assert (len(prefill.core.ledger), prefill.core.ledger.audit()) == (0, [])
 
 
-def test_a_withdrawn_request_is_refused_to_whoever_waits_and_to_whoever_comes() -> None:
-    world, prefill, decode = pair()
+def test_a_withdrawn_request_is_refused_to_readers_that_wait_and_to_readers_that_come() -> None:
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     waits = world.pull(decode, "waits", [1], params)
     world.run()
-    prefill.core.withdraw(params, world.time(prefill))
-    world.settle(prefill)
+    world.withdraw(prefill, params)
     comes = world.pull(decode, "comes", [2], params)
     world.run()
     assert (waits.reason, comes.reason) == (Reason.WITHDRAWN, Reason.WITHDRAWN)
@@ -436,8 +379,7 @@ def test_withdrawing_what_is_lent_revokes_it_and_keeps_its_promises() -> None:
     world, prefill, decode, params, lease = lent()
     it = world.pull(decode, "d-req", [1], params)
     world.deliver_all()
-    prefill.core.withdraw(params, world.time(prefill))
-    world.settle(prefill)
+    world.withdraw(prefill, params)
     assert lease.state is LeaseState.ENDING
     world.run()
     assert (it.reason, prefill.leases_ended) == (Reason.COMPLETE, [lease])
@@ -447,18 +389,16 @@ def test_withdrawing_what_is_lent_revokes_it_and_keeps_its_promises() -> None:
 
 
 def announce(world: World, decode: Rank, params: KVTransferParams) -> Pull:
-    pull = decode.core.announce("d-req", params, "", 300.0, world.time(decode))
-    world.settle(decode)
+    pull = world.announce(decode, "d-req", params, 300.0)
     world.run()
     return pull
 
 
-def test_who_has_only_announced_lets_go_of_what_is_withdrawn_at_its_next_renewal() -> None:
+def test_a_reader_that_has_only_announced_lets_go_of_a_withdrawn_request_at_its_next_renewal() -> None:
     """A third of the grant, and not the whole: nothing is read that the promise would have to cover."""
     world, prefill, decode, params, lease = lent()
     announced = announce(world, decode, params)
-    prefill.core.withdraw(params, world.time(prefill))
-    world.settle(prefill)
+    world.withdraw(prefill, params)
     assert lease.state is LeaseState.ENDING
     world.run(10.0 / 3 + 0.1)
     assert (str(lease.state), announced.reason, announced.is_over) == ("revoked", Reason.REVOKED, True)
@@ -469,13 +409,11 @@ def test_who_has_only_announced_lets_go_of_what_is_withdrawn_at_its_next_renewal
 
 def test_what_is_pulled_after_the_withdrawal_and_under_a_promise_is_right() -> None:
     """The blocks are not the engine's before the reader is through, so its bytes are what was lent."""
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     want = prefill.buffers.block(3)
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params)
+    params, lease = world.lent(prefill, "req", [3], written=True)
     announce(world, decode, params)
-    prefill.core.withdraw(params, world.time(prefill))
-    world.settle(prefill)
+    world.withdraw(prefill, params)
     world.run(1.0)
     pull = world.pull(decode, "d-req", [9], params)
     assert not lease.is_over
@@ -487,28 +425,26 @@ def test_what_is_pulled_after_the_withdrawal_and_under_a_promise_is_right() -> N
 
 def test_a_rank_that_wants_its_blocks_back_ends_a_pull_that_still_meets_another() -> None:
     """What is not begun is not worth the blocks of both sides until the promise runs out."""
-    world = World(replace(CONFIG, pull=PullConfig(handshake_s=20.0)))
+    world = World(EngineConfig(engine_id="x", pull=PullConfig(handshake_s=20.0)))
     prefill, (decode,) = group(world, 2, 1)
-    params = world.params(prefill, "req", [3], 4, written=True)
-    leases = [world.lend(rank, params) for rank in prefill]
+    params, leases = world.lent_by(prefill, "req", [3], written=True)
     del world.ranks["p1"]
     pull = world.pull(decode, "d-req", [9], params)
     world.run(1.0)
-    prefill[0].core.withdraw(params, world.time(prefill[0]))
-    world.settle(prefill[0])
+    world.withdraw(prefill[0], params)
     world.run(10.0 / 3)
     assert (pull.reason, pull.failed_in, leases[0].is_over) == (Reason.REVOKED, "handshake", True)
 
 
 def test_the_params_of_another_engine_are_not_withdrawn() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     with pytest.raises(LocalProtocolError, match="for engine 'prefill'"):
         decode.core.withdraw(params, 0.0)
 
 
 def test_a_pull_whose_request_is_not_lent_in_time_says_so() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4, written=True)
     it = world.pull(decode, "d-req", [1], params, timeout=3)
     world.run(4)
@@ -517,7 +453,7 @@ def test_a_pull_whose_request_is_not_lent_in_time_says_so() -> None:
 
 
 def test_an_answer_that_should_have_been_repeated_since_is_published_with_its_age() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4, written=True)
     it = world.pull(decode, "d-req", [1], params, timeout=9)
     world.run()
@@ -529,7 +465,7 @@ def test_an_answer_that_should_have_been_repeated_since_is_published_with_its_ag
 
 
 def test_a_pull_that_waits_for_a_lease_and_for_a_transfer_names_both() -> None:
-    world = World(CONFIG)
+    world = World()
     prefill, (decode,) = group(world, 2, 1)
     params = world.params(prefill, "req", [3], 4, written=True)
     world.lend(prefill[0], params)
@@ -540,49 +476,36 @@ def test_a_pull_that_waits_for_a_lease_and_for_a_transfer_names_both() -> None:
     assert re.match("still reading from prefill/tp0@.*, prefill/tp1@.*, and not lent yet by prefill/tp1@", it.detail)
 
 
-def test_a_release_takes_the_place_of_its_early_claim() -> None:
-    world, prefill, decode = pair()
+def test_a_release_takes_the_place_of_its_early_claim_and_that_claim_changes_nothing_when_it_comes_again() -> None:
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [1], params)
     world.run()
-    claim = next(iter(prefill.core.prefill._parked.values()))
-    decode.core.cancel("d-req", world.time(decode))
-    world.settle(decode)
+    parked = next(iter(prefill.core.prefill._parked.values()))
+    (claim,) = parked.values()
+    world.cancel(decode, "d-req")
     world.run()
     assert it.reason is Reason.CANCELLED
-    assert [type(p.message) for p in claim.values()] == [m.Release]
-    assert world.lend(prefill, params).state is LeaseState.RELEASED
-
-
-def test_a_claim_that_comes_behind_its_release_changes_nothing() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4)
-    world.pull(decode, "d-req", [1], params)
-    world.run()
-    (parked,) = next(iter(prefill.core.prefill._parked.values())).values()
-    decode.core.cancel("d-req", world.time(decode))
-    world.settle(decode)
-    world.run()
-    prefill.core.prefill.receive(parked.message, parked.reply_to, parked.sender, world.time(prefill))
+    assert [type(p.message) for p in parked.values()] == [m.Release]
+    prefill.core.prefill.receive(claim.message, claim.reply_to, claim.sender, world.time(prefill))
     assert prefill.core.prefill.num_parked == 1
     assert world.lend(prefill, params).state is LeaseState.RELEASED
 
 
 def test_a_reader_of_an_older_version_hears_of_a_withdrawal_in_words_that_it_knows() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [1], params)
     world.run()
     spoken = prefill.core.readers.minor_versions
     spoken.update(dict.fromkeys(spoken, 1))
-    prefill.core.withdraw(params, world.time(prefill))
-    world.settle(prefill)
+    world.withdraw(prefill, params)
     world.run()
     assert (it.reason, "the request was withdrawn" in it.detail) == (Reason.UNKNOWN, True)
 
 
 def test_what_is_remembered_to_have_ended_is_not_lent_again_though_its_scheduler_is_forgotten() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     first, second = (world.params([prefill], f"r{i}", [i], 4, written=True) for i in range(2))
     prefill.core.prefill.revoke(world.lend(prefill, first), world.time(prefill))
     prefill.core.withdraw(second, world.time(prefill))
@@ -598,13 +521,11 @@ def test_what_is_remembered_to_have_ended_is_not_lent_again_though_its_scheduler
 
 
 def test_a_pull_whose_claim_is_not_answered_says_so() -> None:
-    world, prefill, decode = pair()
-    warm = world.params([prefill], "warm", [0], 4, written=True)
-    world.lend(prefill, warm)
+    world, prefill, decode = opened()
+    warm, _ = world.lent(prefill, "warm", [0], written=True)
     world.pull(decode, "warm", [0], warm)
     world.run()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3], written=True)
     it = world.pull(decode, "d-req", [1], params, timeout=3)
     world.letters.clear()
     world.complete_all()
@@ -613,7 +534,7 @@ def test_a_pull_whose_claim_is_not_answered_says_so() -> None:
 
 
 def test_ten_thousand_requests_are_lent_in_any_order() -> None:
-    world, prefill, _ = pair()
+    world, prefill, _ = opened()
     made = [world.params([prefill], f"req{i}", [], 0) for i in range(10_000)]
     random.Random(1).shuffle(made)
     for params in made:
@@ -629,9 +550,8 @@ def test_ten_thousand_requests_are_lent_in_any_order() -> None:
 
 
 def test_lending_one_key_twice_is_refused() -> None:
-    world, prefill, _ = pair()
-    params = world.params([prefill], "req", [3], 4)
-    world.lend(prefill, params)
+    world, prefill, _ = opened()
+    params, _ = world.lent(prefill, "req", [3])
     with pytest.raises(LocalProtocolError, match="lent before"):
         world.lend(prefill, params)
     world.advance(40)
@@ -640,10 +560,8 @@ def test_lending_one_key_twice_is_refused() -> None:
 
 
 def test_one_failed_transfer_of_four_is_reported_after_the_other_three() -> None:
-    small = dataclasses.replace(CONFIG, pull=PullConfig(max_post_bytes=128))
-    world, prefill, decode = pair(small)
-    params = world.params([prefill], "req", [3, 4], 8, written=True)
-    world.lend(prefill, params)
+    world, prefill, decode = opened(pull=PullConfig(max_post_bytes=128))
+    params, _ = world.lent(prefill, "req", [3, 4], written=True)
     it = world.pull(decode, "d-req", [1, 2], params)
     world.deliver_all()
     first, *others = list(decode.reads)
@@ -657,25 +575,20 @@ def test_one_failed_transfer_of_four_is_reported_after_the_other_three() -> None
 
 
 def test_blocks_stay_held_while_a_cancelled_read_may_still_write() -> None:
-    world, _, decode, params, _ = lent()
-    it = world.pull(decode, "d-req", [9], params)
-    world.deliver_all()
-    decode.core.cancel("d-req", world.time(decode))
-    world.settle(decode)
+    world, _, decode, _, it = reading()
+    world.cancel(decode, "d-req")
     assert not it.is_published
     world.advance(5.1)
     assert (it.reason, it.is_returned) == (Reason.CANCELLED, False)
     with pytest.raises(LocalProtocolError, match="still being written"):
-        world.pull(decode, "again", [9], params)
+        world.pull(decode, "again", [9], it.params)
     world.run()
     assert it.is_returned
     assert decode.core.is_idle
 
 
 def test_a_transfer_in_doubt_keeps_its_blocks_whatever_else_ends() -> None:
-    world, _, decode, params, _ = lent()
-    it = world.pull(decode, "d-req", [9], params)
-    world.deliver_all()
+    world, _, decode, _, it = reading()
     (transfer_id,) = decode.reads
     world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "NIXL_ERR_NOT_FOUND"))
     world.advance(60)
@@ -688,22 +601,19 @@ def test_a_transfer_in_doubt_keeps_its_blocks_whatever_else_ends() -> None:
 
 
 def test_a_pull_of_a_silent_peer_ends_by_its_deadline_with_every_block() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [9], params, timeout=2.0)
-    for _ in range(30):
-        world.advance(0.1)
-        world.letters.clear()
+    world.live(3.0, 0.1, is_heard=False)
     assert it.reason is Reason.TIMEOUT
-    assert "no handshake with prefill/tp0@p-0 (world://p)" in it.detail
+    assert "no handshake with prefill/tp0@prefill- (world://prefill)" in it.detail
     assert it.is_returned
 
 
 def test_a_peer_that_cannot_be_loaded_in_time_is_given_up_and_met_again() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     world.auto_load = False
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3], written=True)
     it = world.pull(decode, "d-req", [9], params, timeout=20)
     world.deliver_all()
     world.advance(5.1)
@@ -716,8 +626,7 @@ def test_a_peer_that_cannot_be_loaded_in_time_is_given_up_and_met_again() -> Non
     assert not decode.peers, "what was loaded too late was removed"
     world.auto_load = True
     world.run()
-    late = world.params([prefill], "late", [4], 4, written=True)
-    world.lend(prefill, late)
+    late, _ = world.lent(prefill, "late", [4], written=True)
     good = world.pull(decode, "late", [9], late)
     world.run()
     assert good.reason is Reason.COMPLETE
@@ -725,13 +634,12 @@ def test_a_peer_that_cannot_be_loaded_in_time_is_given_up_and_met_again() -> Non
 
 def loading_beside_another(timeout: float) -> tuple[World, Rank, Pull, Peer]:
     """A data plane that takes one peer at a time has the one of a pull wait for another, which comes back."""
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     other = world.add("o", make_layout(base=3 << 40), engine_id="other", seed=3)
     world.auto_load = False
     pulls = []
     for block, rank in enumerate((other, prefill), 8):
-        params = world.params([rank], "req", [3], 4, written=True)
-        world.lend(rank, params)
+        params, _ = world.lent(rank, "req", [3], written=True)
         pulls.append(world.pull(decode, f"of-{rank.name}", [block], params, timeout=timeout))
         world.deliver_all()
     return world, decode, pulls[1], decode.loading.pop(0)
@@ -759,10 +667,9 @@ def test_a_peer_that_waits_for_one_after_the_other_is_given_up_in_the_end() -> N
 
 
 def test_a_peer_that_answers_late_has_all_the_time_to_be_loaded() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     world.auto_load = False
-    params = world.params([prefill], "req", [3], 4, written=True)
-    world.lend(prefill, params)
+    params, _ = world.lent(prefill, "req", [3], written=True)
     it = world.pull(decode, "d-req", [9], params)
     world.advance(4.0)
     world.deliver_all()
@@ -773,49 +680,45 @@ def test_a_peer_that_answers_late_has_all_the_time_to_be_loaded() -> None:
 
 
 def test_a_hundred_requests_share_one_handshake_and_its_failure() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     pulls = [
         world.pull(decode, f"d{i}", [i], world.params([prefill], f"r{i}", [1], 4), timeout=20)
         for i in range(NUM_BLOCKS)
     ]
     assert decode.core.outbox.counters["sent.hello"] == 1
-    for _ in range(60):
-        world.advance(0.1)
-        world.letters.clear()
+    world.live(6.0, 0.1, is_heard=False)
     assert {(p.reason, p.detail) for p in pulls} == {
-        (Reason.UNREACHABLE, "prefill/tp0@p-0 (world://p) did not answer within 5 s")
+        (Reason.UNREACHABLE, "prefill/tp0@prefill- (world://prefill) did not answer within 5 s")
     }
     late = world.pull(decode, "late", [1], world.params([prefill], "late", [1], 4))
     assert late.reason is None or "did not answer" in late.detail
 
 
 def test_a_restarted_engine_refuses_old_references_and_serves_new_ones() -> None:
-    world, prefill, decode = pair()
-    old = world.params([prefill], "old", [3], 4, written=True)
-    world.lend(prefill, old)
-    reborn = world.add("p", make_layout(), engine_id="prefill", seed=3)
+    world, prefill, decode = opened()
+    old, _ = world.lent(prefill, "old", [3], written=True)
+    reborn = world.add("prefill", make_layout(), seed=3)
     failed = world.pull(decode, "old", [9], old)
     world.run()
     assert failed.reason is Reason.RESTARTED
-    new = world.params([reborn], "new", [3], 4, written=True)
-    world.lend(reborn, new)
+    new, _ = world.lent(reborn, "new", [3], written=True)
     good = world.pull(decode, "new", [9], new)
     world.run()
     assert good.reason is Reason.COMPLETE
 
 
 def test_the_wrong_engine_at_an_address_is_named_with_both_ids() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     other = PrefillRanks("somebody-else", [Endpoint(0, prefill.address, prefill.core.identity.incarnation)])
     it = world.pull(decode, "d", [9], decode_params(other.make_params("req", [(0, [1])], 4)))
     world.run()
     assert it.reason is Reason.WRONG_TARGET
-    for part in ("prefill/tp0@p-0 listens", "somebody-else/tp0@p-0 (world://p)"):
+    for part in ("prefill/tp0@prefill- listens", "somebody-else/tp0@prefill- (world://prefill)"):
         assert part in it.detail
 
 
 def test_layouts_that_differ_are_refused_at_the_handshake() -> None:
-    world = World(CONFIG)
+    world = World()
     prefill = world.add("p", make_layout(head_dim=4), engine_id="prefill")
     decode = world.add("d", make_layout(base=1 << 41), engine_id="decode")
     it = world.pull(decode, "d", [9], world.params([prefill], "req", [1], 4))
@@ -827,12 +730,9 @@ def test_layouts_that_differ_are_refused_at_the_handshake() -> None:
 
 def test_a_renewed_lease_outlasts_a_long_queue() -> None:
     world, _, decode, params, lease = lent()
-    decode.core.announce("d-req", params, "", 400.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "d-req", params, 400.0)
     world.run()
-    for _ in range(300):
-        world.advance(1.0)
-        world.deliver_all()
+    world.live(300.0, 1.0)
     assert not lease.is_over
     it = world.pull(decode, "d-req", [9], params)
     world.run()
@@ -841,36 +741,29 @@ def test_a_renewed_lease_outlasts_a_long_queue() -> None:
 
 
 def test_an_announcement_that_is_never_pulled_releases_the_request() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4)
-    lease = world.lend(prefill, params)
-    decode.core.announce("d-req", params, "", 5.0, world.time(decode))
-    world.settle(decode)
-    for _ in range(60):
-        world.deliver_all()
-        world.advance(0.1)
+    world, prefill, decode = opened()
+    params, lease = world.lent(prefill, "req", [3])
+    world.announce(decode, "d-req", params, 5.0)
+    world.live(6.0, 0.1)
     assert lease.state is LeaseState.RELEASED
     assert decode.core.is_idle
 
 
 def test_an_announcement_made_again_has_its_time_anew() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params, other = (world.params([prefill], name, [3], 4, written=True) for name in ("req", "other"))
     lease = world.lend(prefill, params)
     it = decode.core.announce("d-req", params, "", 5.0, world.time(decode))
     for _ in range(6):
         world.settle(decode)
-        for _ in range(4):
-            world.advance(1.0)
-            world.deliver_all()
+        world.live(4.0, 1.0)
         # From now on: it may be longer or shorter than what was left.
         assert decode.core.announce("d-req", params, "", 5.0, world.time(decode)) is it
     for given, cohort_id in ((other, ""), (params, "sibling")):
         with pytest.raises(LocalProtocolError, match="was announced with other params or another cohort_id"):
             decode.core.announce("d-req", given, cohort_id, 5.0, world.time(decode))
     assert (it.reason, lease.is_over, decode.core.outbox.counters["pulls.started"]) == (None, False, 1)
-    decode.core.announce("d-req", params, "", 1.0, world.time(decode))
-    world.settle(decode)
+    world.announce(decode, "d-req", params, 1.0)
     world.advance(1.1)
     world.deliver_all()
     assert (it.reason, lease.state) == (Reason.TIMEOUT, LeaseState.RELEASED)
@@ -879,23 +772,21 @@ def test_an_announcement_made_again_has_its_time_anew() -> None:
 
 
 def test_what_a_rank_lends_itself_is_refused_before_anything_and_may_be_discharged() -> None:
-    world, prefill, _ = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params)
+    world, prefill, _ = opened()
+    params, lease = world.lent(prefill, "req", [3], written=True)
     with pytest.raises(PlanRefused, match="'d-req' is lent by this very rank"):
         prefill.core.announce("d-req", params, "", 5.0, world.time(prefill))
     with pytest.raises(PlanRefused, match="'d-req' is lent by this very rank"):
         world.pull(prefill, "d-req", [9], params)
     assert not prefill.core.decode.pulls
-    prefill.core.discharge("d-req", params, "", world.time(prefill))
-    world.settle(prefill)
+    world.discharge(prefill, "d-req", params)
     world.deliver_all()
     assert lease.state is LeaseState.RELEASED
     assert prefill.core.is_idle
 
 
 def test_what_is_being_pulled_cannot_be_announced() -> None:
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     world.pull(decode, "d-req", [9], params)
     with pytest.raises(LocalProtocolError, match="is being pulled already"):
@@ -903,9 +794,8 @@ def test_what_is_being_pulled_cannot_be_announced() -> None:
 
 
 def test_siblings_each_release_and_strangers_are_refused() -> None:
-    world, prefill, decode = pair()
-    params = world.params([prefill], "req", [3], 4, written=True)
-    lease = world.lend(prefill, params, readers=2)
+    world, prefill, decode = opened()
+    params, lease = world.lent(prefill, "req", [3], written=True, readers=2)
     pulls = [
         begin(decode.core, PullRequest(f"sibling{i}", [(0, [i])], params, f"decode/{i}"), 30, world.time(decode))
         for i in range(3)
@@ -917,11 +807,8 @@ def test_siblings_each_release_and_strangers_are_refused() -> None:
 
 
 def test_closing_takes_nothing_new_and_keeps_promises() -> None:
-    world, prefill, decode, params, _ = lent()
-    it = world.pull(decode, "d-req", [9], params)
-    world.deliver_all()
-    prefill.core.close(world.time(prefill))
-    world.settle(prefill)
+    world, prefill, _, _, it = reading()
+    world.close(prefill)
     assert not prefill.core.is_idle
     with pytest.raises(EngineClosed):
         prefill.core.lend(world.params([prefill], "new", [4], 4), 1, 0.0)
@@ -943,17 +830,15 @@ def test_endpoints_with_holes_is_refused() -> None:
     ranks: Sequence[Endpoint] = [Endpoint(r, f"tcp://127.0.0.1:{r + 1}", "i") for r in (0, 2)]
     with pytest.raises(ConfigError, match=r"\[\(0, 0\), \(0, 2\)\]"):
         PrefillRanks("p", ranks, tp_size=3)
-    world, prefill, decode = pair()
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
     broken: KVTransferParams = msgspec.structs.replace(params, tp_size=2)
     with pytest.raises(PlanRefused, match="must be listed once"):
         begin(decode.core, PullRequest("d", [(0, [1])], broken), 30, 0.0)
 
 
-def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
-    world, prefill, decode, params, _ = lent()
-    world.pull(decode, "d-req", [9], params)
-    world.deliver_all()
+def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_no_other() -> None:
+    world, prefill, decode, _, _ = reading()
     (transfer_id,) = decode.reads
     world.tell(decode, TransferEnded(transfer_id, Ending.IN_DOUBT, "doubt"))
     decode.core.decode.forget(prefill.address, world.time(decode))
@@ -966,14 +851,9 @@ def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_nobody() -> None:
 
 
 def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:
-    world, prefill, decode, params, lease = lent()
-    it = world.pull(decode, "d-req", [9], params)
-    world.deliver_all()
-    prefill.core.prefill.revoke(lease, world.time(prefill))
-    world.settle(prefill)
-    for _ in range(80):
-        world.advance(0.1)
-        world.deliver_all()  # renewals are refused: revoked
+    world, prefill, _, lease, it = reading()
+    world.revoke(prefill, lease)
+    world.live(8.0, 0.1)  # renewals are refused: revoked
     assert not it.is_published
     world.complete_all()
     world.run()
@@ -981,8 +861,7 @@ def test_a_read_goes_on_under_a_promise_that_is_not_renewed() -> None:
 
 
 def test_blocks_that_cannot_hold_the_tokens_are_not_lent() -> None:
-    world = World()
-    prefill = world.add("p", make_layout(), engine_id="prefill")
+    world, prefill = alone()
     params = world.params([prefill], "req", [3, 5], 1000)
     said = "2 blocks of 4 tokens from token 0 on end at token 8, but num_tokens is 1000"
     with pytest.raises(PlanRefused, match=said):
@@ -1013,16 +892,13 @@ def test_a_forked_scheduler_mints_keys_of_its_own() -> None:
 
 def test_a_loop_that_is_always_late_notices_a_silent_peer_too() -> None:
     """What we were away is no silence of theirs, but what we were there is, however little of it at a time."""
-    world, _, decode, params, _ = lent()
-    it = world.pull(decode, "d-req", [9], params, timeout=100)
-    world.deliver_all()
+    world, _, decode, _, it = reading(timeout=100)
     (peer,) = decode.core.decode.peers.by_place.values()
     seen = []
     for _ in range(70):
         world.letters.clear()
         world.now += 0.6
-        decode.core.tick(world.time(decode))
-        world.settle(decode)
+        world.tick(decode)
         seen.append(peer.state)
     assert seen[0] is PeerState.READY
     assert PeerState.SUSPECT in seen
@@ -1032,13 +908,10 @@ def test_a_loop_that_is_always_late_notices_a_silent_peer_too() -> None:
 
 
 def test_a_peer_that_answers_is_never_silent_to_a_loop_that_is_always_late() -> None:
-    world, _, decode, params, _ = lent()
-    world.pull(decode, "d-req", [9], params, timeout=1000)
-    world.deliver_all()
+    world, _, decode, _, _ = reading(timeout=1000)
     (peer,) = decode.core.decode.peers.by_place.values()
     for late in (*[0.6] * 50, 40.0, 600.0, 0.6):
         world.now += late
-        decode.core.tick(world.time(decode))
-        world.settle(decode)
+        world.tick(decode)
         assert peer.state is PeerState.READY
         world.deliver_all()

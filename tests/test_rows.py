@@ -8,18 +8,21 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asynckv.config import PullConfig
-from asynckv.core import attempts, lifecycle, peer, pull
+from asynckv.core import attempts, lease, lifecycle, peer, pull
 from asynckv.core.attempts import Request, RequestState
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import InFlight, PeerLine
+from asynckv.core.lease import LeaseState
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
-from asynckv.core.peer import Peer, PeerState
-from asynckv.core.pull import Effect, Pull, PullRequest, PullState
+from asynckv.core.peer import Peer, PeerEvent, PeerState
+from asynckv.core.pull import Effect, Pull, PullEvent, PullRequest, PullState
 from asynckv.core.routes import Route
 from asynckv.core.source import RemoteRank, Role, Source
 from asynckv.core.types import Address, Cohort, Endpoint, Key, KVTransferParams, PullId, Reason, RequestId, TransferId
@@ -32,7 +35,7 @@ from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import plan_read
 from asynckv.geometry.tables import PeerTables
 from tests.rows import unnoticed
-from tests.world import make_layout
+from tests.world import World, make_layout
 
 S = PullState
 PLACE = (Address("tcp://127.0.0.1:1"), "i" * 32)
@@ -380,7 +383,7 @@ def test_no_row_of_the_attempts_can_be_made_wrong_unnoticed() -> None:
     assert unnoticed(attempts.ON_EVENT, check_attempts) == []
 
 
-def test_whoever_stopped_while_blocks_come_back_is_not_tried_again() -> None:
+def test_a_request_stopped_while_blocks_come_back_is_not_tried_again() -> None:
     for reason in (Reason.CANCELLED, Reason.ENGINE_CLOSED):
         it = failed(request(), doubt=True)
         it.stop(reason)
@@ -477,3 +480,51 @@ def test_conditions_that_lead_in_a_circle_are_seen_and_not_followed(monkeypatch:
     monkeypatch.setattr(pull, "WHEN", dict(pull.WHEN) | rows)
     with pytest.raises(AssertionError, match="have a cycle through"):
         Attempt().to(S.CONFIRMING)
+
+
+# -- The tables themselves --------------------------------------------------------------------------------------------
+
+MACHINES: dict[str, tuple[Any, Enum, Mapping[Any, Mapping[Any, Any]], Mapping[Any, Mapping[Any, Any]]]] = {
+    "pull": (PullState, PullState.ANNOUNCED, pull.ON_EVENT, pull.WHEN),
+    "lease": (LeaseState, LeaseState.LENT, lease.ON_EVENT, lease.WHEN),
+    "peer": (PeerState, PeerState.NEW, peer.ON_EVENT, {}),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_state_has_a_row_and_is_reachable(name: str) -> None:
+    states, start, on_event, when = MACHINES[name]
+    assert set(on_event) == set(states)
+    seen, todo = {start}, [start]
+    while todo:
+        state = todo.pop()
+        for after in [*on_event[state].values(), *when.get(state, {}).values()]:
+            if after not in seen:
+                seen.add(after)
+                todo.append(after)
+    assert seen == set(states)
+
+
+@pytest.mark.parametrize("state", PeerState)
+@pytest.mark.parametrize("event", PeerEvent)
+def test_an_impossible_peer_event_changes_nothing(state: PeerState, event: PeerEvent) -> None:
+    it = Peer("engine", 0, 0, Address("tcp://127.0.0.1:1"), "incarnation", PeerLine(InFlight()), state)
+    if event in peer.ON_EVENT[state]:
+        it.receive(event)
+        assert it.state is peer.ON_EVENT[state][event]
+    else:
+        with pytest.raises(LocalProtocolError, match=event.name):
+            it.receive(event)
+        assert it.state is state
+
+
+def test_an_impossible_pull_event_changes_nothing() -> None:
+    world = World()
+    prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(base=1 << 41))
+    params = world.params([prefill], "req", [1], 4)
+    it = world.pull(decode, "d-req", [1], params)
+    before = (it.state, list(it.history))
+    assert PullEvent.STARTED not in pull.ON_EVENT[it.state]
+    with pytest.raises(LocalProtocolError, match="STARTED"):
+        it.start(BlockLists(((0, np.array([2])),), params.groups, 4), 10.0, 0.0)
+    assert (it.state, it.history) == before

@@ -105,7 +105,7 @@ def test_b7_replicas_are_skipped() -> None:
     assert [source.releases for source in pull.sources] == [1, 1, 1, 1]
 
 
-def test_a_dead_replica_delays_nobody() -> None:
+def test_a_dead_replica_delays_no_reader() -> None:
     it = Pair(4, 1, heads=2)
     params, leases = it.lend([3], 4)
     del it.world.ranks["p1"]
@@ -163,7 +163,7 @@ def test_of_several_failures_the_first_is_told() -> None:
     it.world.check()
 
 
-def test_who_is_cancelled_by_its_id_is_discharged_whatever_it_had_in_mind() -> None:
+def test_a_request_cancelled_by_its_id_is_discharged_whatever_it_wanted() -> None:
     it = Pair(1, 1)
     params, leases = it.lend([3], 4)
     [decode] = it.decode
@@ -194,9 +194,7 @@ def test_a_lease_that_ends_after_its_proof_fails_nothing() -> None:
     it, pull, leases = half_read()
     it.prefill[0].core.prefill.revoke(leases[0], it.world.time(it.prefill[0]))
     it.world.settle(it.prefill[0])
-    for _ in range(40):
-        it.world.advance(0.5)
-        it.world.deliver_all()
+    it.world.live(20.0)
     assert leases[0].state is LeaseState.REVOKED
     assert reason(pull) is None
     it.world.run()
@@ -266,8 +264,7 @@ def sorted_head(buffers: Buffers, block: int, head: int) -> list[bytes]:
 def test_ranges_of_any_kind_are_read_where_they_are() -> None:
     world, prefill, decode = unusual(4, swapped)
     want = {h: b for p in prefill for h, b in heads(p.buffers, 3).items()}
-    params = world.params(prefill, "req", [3], 4, written=True)
-    leases = [world.lend(p, params) for p in prefill]
+    params, leases = world.lent_by(prefill, "req", [3], written=True)
     pull = world.pull(decode, "d", [5], params)
     world.run()
     assert pull.reason is Reason.COMPLETE
@@ -286,9 +283,7 @@ def test_where_the_rule_fails_all_are_asked_and_a_replica_may_be_missing(missing
     want = {h: b for p in prefill[:2] for h, b in heads(p.buffers, 3).items()}
     for twin, other in ((2, 0), (3, 1)):
         prefill[twin].buffers.arrays[0][:] = prefill[other].buffers.arrays[0]
-    params = world.params(prefill, "req", [3], 4, written=True)
-    for rank in prefill:
-        world.lend(rank, params)
+    params, _ = world.lent_by(prefill, "req", [3], written=True)
     world.ranks.pop(missing, None)
     pull = world.pull(decode, "d", [5], params)
     for _ in range(30):
@@ -299,7 +294,7 @@ def test_where_the_rule_fails_all_are_asked_and_a_replica_may_be_missing(missing
     assert read == ([0, 3] if missing == "p1" else [0, 1])
 
 
-def test_if_nobody_else_holds_it_the_missing_rank_is_the_cause() -> None:
+def test_without_another_holder_the_missing_rank_is_the_cause() -> None:
     world, prefill, decode = unusual(4, lambda e, r, s: ((0, 1) if r < 3 else (1, 2)) if s > 1 else (0, e), num_heads=2)
     params = world.params(prefill, "req", [3], 4, written=True)
     world.ranks.pop("p3")
@@ -329,9 +324,7 @@ def staged() -> tuple[World, list[Rank], Rank]:
 @pytest.mark.parametrize("missing", [["p0"], ["p1"], ["p0", "p1"]])
 def test_stages_that_are_missing_fail_the_pull_and_never_complete_it(missing: list[str], announced: bool) -> None:
     world, prefill, decode = staged()
-    params = world.params(prefill, "req", [3], 4, written=True)
-    for rank in prefill:
-        world.lend(rank, params)
+    params, _ = world.lent_by(prefill, "req", [3], written=True)
     for name in missing:
         del world.ranks[name]
     for i in range(3):
@@ -355,8 +348,7 @@ def test_stages_that_are_missing_fail_the_pull_and_never_complete_it(missing: li
 
 def test_stages_that_are_there_are_read_for_what_they_have() -> None:
     world, prefill, decode = staged()
-    params = world.params(prefill, "req", [3], 4, written=True)
-    leases = [world.lend(rank, params) for rank in prefill]
+    params, leases = world.lent_by(prefill, "req", [3], written=True)
     pull = world.pull(decode, "d", [5], params)
     world.run()
     assert pull.reason is Reason.COMPLETE
@@ -365,7 +357,7 @@ def test_stages_that_are_there_are_read_for_what_they_have() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_stages_of_another_model_are_refused_whoever_answers_first(first: int) -> None:
+def test_stages_of_another_model_are_refused_whichever_answers_first(first: int) -> None:
     def stage_of(names: tuple[str, ...], stage: int, size: int) -> Layout:
         layout = make_layout(layers=len(names), base=(stage + 1) << 40)
         views = tuple(msgspec.structs.replace(v, layer=n) for v, n in zip(layout.views, names, strict=True))
@@ -375,9 +367,7 @@ def test_stages_of_another_model_are_refused_whoever_answers_first(first: int) -
     layers = (("a", "b"), ("c", "d"))
     prefill = [world.add(f"p{s}", stage_of(layers[s], s, 2), engine_id="prefill") for s in range(2)]
     decode = world.add("d", stage_of(("a", "b"), 0, 1))
-    params = world.params(prefill, "r", [1], 4)
-    for rank in prefill:
-        world.lend(rank, params)
+    params, _ = world.lent_by(prefill, "r", [1])
     pull = world.pull(decode, "d", [1], params)
     # The hellos are answered in either order.
     order = [x for x in world.letters if x.to == prefill[first].address]
@@ -512,9 +502,7 @@ def test_what_is_known_of_a_group_of_ranks_holds_until_one_of_them_ceases_to_be_
     it.world.advance(1.0)
     again, _ = it.lend([4], 4)
     it.world.pull(it.decode[0], "again", [9], again)
-    for _ in range(8):
-        it.world.advance(0.25)
-        it.world.letters.clear()
+    it.world.live(2.0, 0.25, is_heard=False)
     assert {peer.state for peer in peers.by_place.values()} == {PeerState.SUSPECT}
     assert peers.num_changes == 2
 
@@ -548,9 +536,7 @@ def test_other_params_under_the_same_key_are_refused() -> None:
 
 def test_a_gap_is_refused_at_the_handshake_with_the_ranges() -> None:
     world, prefill, decode = unusual(2, lambda extent, rank, size: (0, 4) if size > 1 else (0, extent))
-    params = world.params(prefill, "req", [3], 4, written=True)
-    for rank in prefill:
-        world.lend(rank, params)
+    params, _ = world.lent_by(prefill, "req", [3], written=True)
     pull = world.pull(decode, "d", [5], params)
     world.run()
     assert pull.reason is Reason.GEOMETRY
@@ -563,9 +549,7 @@ def test_a_proven_rank_that_goes_does_not_keep_the_others_from_being_read_again(
     world = World()
     decode = world.add("d", make_layout(0, 1))
     first, second = (world.add(f"p{i}", make_layout(i, 2), engine_id="p") for i in (0, 1))
-    met = world.params([first, second], "r0", [3], 4)
-    for rank in (first, second):
-        world.lend(rank, met)
+    met, _ = world.lent_by([first, second], "r0", [3])
     world.pull(decode, "x0", [4], met)
     world.run()
     params = world.params([first, second], "r", [1], 4)

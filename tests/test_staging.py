@@ -247,17 +247,13 @@ def test_blocks_return_with_the_outcome_and_the_peer_stays_until_the_reads_end(h
     filled = decode.buffers.block(3)
     assert filled != before
     # A peer that nobody uses leaves the data plane only when nothing of it runs.
-    for _ in range(200):
-        world.advance(0.25)
-        world.deliver_all()
+    world.live(50.0, 0.25)
     assert "agent-p" in decode.peers
     for transfer_id in running:
         world.complete(decode, transfer_id)
     assert decode.buffers.block(3) == filled
     assert not decode.core.decode.transfers
-    for _ in range(200):
-        world.advance(0.25)
-        world.deliver_all()
+    world.live(50.0, 0.25)
     assert "agent-p" not in decode.peers
 
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,22 +81,49 @@ class Inbox:
 
 
 @asynccontextmanager
-async def planes(number: int) -> AsyncIterator[list[tuple[ZmqPlane, Inbox]]]:
+async def running(plane: ZmqPlane, *start: Any) -> AsyncIterator[ZmqPlane]:
+    """Start a plane, and close it whatever happens."""
+    try:
+        await plane.start(*start)
+        yield plane
+    finally:
+        await plane.aclose()
+
+
+@asynccontextmanager
+async def keyed(*keys: KeysConfig | None) -> AsyncIterator[list[tuple[ZmqPlane, Inbox]]]:
     async with AsyncExitStack() as stack:
-        out = []
-        for _ in range(number):
-            plane, inbox = ZmqPlane(LOOPBACK), Inbox()
-            stack.push_async_callback(plane.aclose)
-            await plane.start(inbox)
-            out.append((plane, inbox))
+        out = [(ZmqPlane(LOOPBACK, keys=each), Inbox()) for each in keys]
+        for plane, inbox in out:
+            await stack.enter_async_context(running(plane, inbox))
         yield out
 
 
+def planes(number: int) -> AbstractAsyncContextManager[list[tuple[ZmqPlane, Inbox]]]:
+    return keyed(*[None] * number)
+
+
+def door_of(plane: ZmqPlane) -> Door:
+    assert plane._door is not None
+    return plane._door
+
+
+async def met(asker: ZmqPlane, plane: ZmqPlane, inbox: Inbox) -> ReplyTo:
+    """Let a plane ask another, and return the way to answer it."""
+    assert asker.send(plane.address, b"hello")
+    await inbox.wait(1)
+    route = inbox.packets[0][0]
+    assert isinstance(route, bytes)
+    return ReplyTo(route)
+
+
 @contextmanager
-def stranger(address: str, linger_ms: int = 0) -> Iterator[zmq.Socket[bytes]]:
+def stranger(address: str, route: bytes = b"") -> Iterator[zmq.Socket[bytes]]:
     """A DEALER that keeps no manners, in a context of its own."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-        dealer.linger = linger_ms
+        dealer.linger = 0
+        if route:
+            dealer.routing_id = route
         dealer.connect(address)
         yield dealer
 
@@ -106,10 +133,10 @@ def place(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-async def check_alive(plane: ZmqPlane, inbox: Inbox) -> None:
+async def check_alive(plane: ZmqPlane, inbox: Inbox, keys: KeysConfig | None = None) -> None:
     """Check that the listener still hears and answers newcomers."""
     known = len(inbox.packets)
-    async with planes(1) as [(other, answers)]:
+    async with keyed(keys) as [(other, answers)]:
         assert other.send(plane.address, b"are you there?")
         await inbox.until(lambda: b"are you there?" in inbox.bodies[known:])
         route = next(origin for origin, data in inbox.packets[known:] if data == b"are you there?")
@@ -143,15 +170,11 @@ async def test_what_is_no_address_is_refused_by_name(bind: str) -> None:
 
 
 async def test_the_advertised_address_gets_the_port_that_the_system_chose() -> None:
-    plane = ZmqPlane("tcp://0.0.0.0:0", "tcp://127.0.0.1:0", allow_insecure=True)
     inbox = Inbox()
-    try:
-        await plane.start(inbox)
+    async with running(ZmqPlane("tcp://0.0.0.0:0", "tcp://127.0.0.1:0", allow_insecure=True), inbox) as plane:
         assert place(plane.address)[0] == "127.0.0.1"
         assert place(plane.address)[1] > 0
         await check_alive(plane, inbox)
-    finally:
-        await plane.aclose()
 
 
 async def test_a_port_in_use_and_a_foreign_interface_are_named() -> None:
@@ -208,7 +231,7 @@ class Names:
         return [(2, 1, 6, "", ("127.0.0.1", 0))]
 
 
-async def test_a_name_that_resolves_slowly_delays_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_name_that_resolves_slowly_delays_no_other_link(monkeypatch: pytest.MonkeyPatch) -> None:
     """libzmq would ask in its one thread: one such address in params stopped a rank's whole control plane."""
     names = Names(monkeypatch)
     async with planes(2) as [(a, at_a), (b, at_b)]:
@@ -230,7 +253,7 @@ async def test_a_name_that_resolves_slowly_delays_nobody_else(monkeypatch: pytes
         await check_alive(a, at_a)
 
 
-async def test_a_name_that_nobody_knows_is_told_and_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_unknown_name_is_told_and_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     names = Names(monkeypatch)
     async with planes(1) as [(plane, inbox)]:
         address = Address("tcp://unknown.example:5555")
@@ -264,7 +287,7 @@ async def test_a_name_of_both_kinds_is_taken_as_ipv4_and_is_good_until_another_i
         names.may_answer.set()
 
 
-async def test_who_has_another_number_now_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_with_another_address_now_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pod that starts again has its name, and another address; libzmq asks the old one for ever."""
     names = Names(monkeypatch)
     monkeypatch.setattr(edge, "NAMED_S", 0.0)
@@ -417,7 +440,7 @@ async def test_a_lone_surrogate_in_an_address_is_dropped_like_any_nonsense() -> 
     assert outcome == "False"
 
 
-async def test_answers_to_routes_that_nobody_is_at_are_dropped_and_counted() -> None:
+async def test_answers_to_unknown_routes_are_dropped_and_counted() -> None:
     async with planes(2) as [(a, at_a), (b, at_b)]:
         assert a.send(b.address, b"hello")
         await at_b.wait(1)
@@ -444,15 +467,12 @@ async def test_a_full_queue_drops_and_counts() -> None:
 async def test_a_packet_reaches_a_listener_that_binds_later() -> None:
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         port = reserved.getsockname()[1]
-    late, inbox = ZmqPlane(f"tcp://127.0.0.1:{port}"), Inbox()
+    inbox = Inbox()
     async with planes(1) as [(plane, _)]:
-        try:
-            assert plane.send(Address(f"tcp://127.0.0.1:{port}"), b"early")
-            await late.start(inbox)
+        assert plane.send(Address(f"tcp://127.0.0.1:{port}"), b"early")
+        async with running(ZmqPlane(f"tcp://127.0.0.1:{port}"), inbox):
             await inbox.wait(1)
             assert inbox.bodies == [b"early"]
-        finally:
-            await late.aclose()
 
 
 @pytest.mark.slow
@@ -595,14 +615,8 @@ async def test_raw_bytes_on_the_port_do_not_disturb(data: bytes) -> None:
 
 async def test_a_stranger_cannot_take_over_a_known_route() -> None:
     async with planes(2) as [(a, at_a), (b, at_b)]:
-        assert a.send(b.address, b"mine")
-        await at_b.wait(1)
-        route = at_b.packets[0][0]
-        assert isinstance(route, bytes)
-        with zmq.Context() as context, context.socket(zmq.DEALER) as thief:
-            thief.linger = 0
-            thief.routing_id = route
-            thief.connect(b.address)
+        route = await met(a, b, at_b)
+        with stranger(b.address, route) as thief:
             thief.send(b"stolen")
             await at_b.wait(2)
             assert at_b.packets[1][0] != route
@@ -646,21 +660,14 @@ class Raw:
 
 async def test_a_peer_cannot_choose_its_route() -> None:
     async with planes(2) as [(a, _), (b, at_b)]:
-        assert a.send(b.address, b"first")
-        await at_b.wait(1)
-        route = at_b.packets[0][0]
-        assert isinstance(route, bytes)
+        route = await met(a, b, at_b)
         last = int.from_bytes(route[1:], "big")
-        with zmq.Context() as context:
-            for i in range(1, 9):
-                with context.socket(zmq.DEALER) as dealer:
-                    dealer.linger = 0
-                    # The ids that libzmq would give next. It aborts when it meets one of them.
-                    dealer.routing_id = b"\0" + (last + 8 + i).to_bytes(4, "big")
-                    dealer.connect(b.address)
-                    dealer.send(b"chosen")
-                    await at_b.wait(1 + i)
-                    assert at_b.packets[i][0] == b"\0" + (last + i).to_bytes(4, "big")
+        for i in range(1, 9):
+            # The ids that libzmq would give next. It aborts when it meets one of them.
+            with stranger(b.address, b"\0" + (last + 8 + i).to_bytes(4, "big")) as dealer:
+                dealer.send(b"chosen")
+                await at_b.wait(1 + i)
+                assert at_b.packets[i][0] == b"\0" + (last + i).to_bytes(4, "big")
         await check_alive(b, at_b)
 
 
@@ -674,7 +681,7 @@ async def test_a_peer_that_leaves_while_much_is_unread_ends_nothing() -> None:
         await check_alive(plane, inbox)
 
 
-async def test_a_message_of_many_parts_holds_up_nobody_and_its_connection_is_not_heard_for_a_while() -> None:
+async def test_a_message_of_many_parts_holds_up_no_other_and_its_connection_is_not_heard_for_a_while() -> None:
     async with planes(1) as [(plane, inbox)]:
         raw = Raw(plane.address)
         raw.socket.sendall(b"\1\0" * 300_000 + b"\0\0")
@@ -697,10 +704,8 @@ async def test_a_connection_that_sends_far_too_much_is_not_heard_for_a_while_and
         inbox(origin, data, principal)
         return data == b"flood"
 
-    try:
-        await plane.start(on_packet)
-        keeper, flood, good = plane._door, Raw(plane.address), Raw(plane.address)
-        assert keeper is not None
+    async with running(plane, on_packet):
+        keeper, flood, good = door_of(plane), Raw(plane.address), Raw(plane.address)
         await inbox.idle_until(lambda: len(keeper.connections) == 2)
         flood.socket.sendall(b"\0\5flood")
         await inbox.wait(1)
@@ -711,8 +716,6 @@ async def test_a_connection_that_sends_far_too_much_is_not_heard_for_a_while_and
         assert inbox.bodies == [b"flood", b"good"]
         for raw in (flood, good):
             raw.socket.close()
-    finally:
-        await plane.aclose()
 
 
 async def test_where_the_kernel_has_no_filters_the_connection_of_a_message_of_many_parts_ends(
@@ -795,8 +798,7 @@ async def test_a_quiet_peer_has_its_turn_while_another_has_a_thousand_packets_wa
         assert loud.send(plane.address, b"loud")
         assert quiet.send(plane.address, b"quiet")
         await inbox.wait(2)
-        assert plane._door is not None
-        connections = plane._door.connections.values()
+        connections = door_of(plane).connections.values()
         await inbox.idle_until(lambda: len(connections) == 2 and all(x.arrived and x.quiet for x in connections))
         arrived = sum(each.arrived for each in connections)
         for _ in range(1000):
@@ -887,8 +889,7 @@ async def reading(raws: list[Raw]) -> AsyncIterator[None]:
 
 async def ask(plane: ZmqPlane, inbox: Inbox, room: int = 4096) -> tuple[Raw, ReplyTo]:
     """Connect a peer that says one thing and reads nothing."""
-    number, keeper = len(inbox.packets), plane._door
-    assert keeper is not None
+    number, keeper = len(inbox.packets), door_of(plane)
     num_seen = len(keeper.connections)
     raw = await anyio.to_thread.run_sync(partial(Raw, plane.address, room=room))
     # The door has seen it, so what it is sent is counted.
@@ -903,8 +904,7 @@ async def test_bytes_that_libzmq_read_before_the_door_looked_are_seen(monkeypatc
     monkeypatch.setattr(door, "REST_S", 1e6)
     async with planes(1) as [(plane, inbox)]:
         raw, _ = await ask(plane, inbox)
-        keeper, entered, leave = plane._door, threading.Event(), threading.Event()
-        assert keeper is not None
+        keeper, entered, leave = door_of(plane), threading.Event(), threading.Event()
         (connection,) = keeper.connections.values()
         connection.look()
         take, before = keeper._take, connection.arrived
@@ -942,7 +942,7 @@ async def test_answers_that_a_peer_does_not_read_are_bounded_in_bytes_until_it_h
             await inbox.idle_until(lambda: plane.send(route, packet))
 
 
-async def test_what_all_together_do_not_read_is_bounded_and_who_reads_is_answered(
+async def test_bytes_that_all_peers_together_do_not_read_are_bounded_and_a_peer_that_reads_is_answered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packet = bytes(65_536)
@@ -1003,8 +1003,7 @@ async def test_a_connection_that_cannot_be_watched_ends(monkeypatch: pytest.Monk
         raise OSError(errno.EMFILE, "too many open files")
 
     async with planes(1) as [(plane, inbox)]:
-        keeper = plane._door
-        assert keeper is not None
+        keeper = door_of(plane)
         await inbox.idle_until(lambda: keeper._listener is not None)
         monkeypatch.setattr(os, "dup", dup)
         with socket.create_connection(place(plane.address), PATIENCE_S) as one:
@@ -1034,7 +1033,7 @@ async def test_answers_that_the_connections_of_one_principal_do_not_read_are_bou
             plane._look_at = 0.0  # as if the time between two looks were over
             while plane.send(route, packet):
                 pass
-        left = [c.look_unread() for c in plane._door.connections.values()]  # type: ignore[union-attr]
+        left = [c.look_unread() for c in door_of(plane).connections.values()]
         assert max(left) <= edge.MAX_UNREAD
         # Half of the room is taken, and the other half is for those that have read everything.
         assert sum(left) <= edge.MAX_UNREAD_ALL // 2 + 2 * len(packet)
@@ -1122,9 +1121,8 @@ async def test_an_engine_whose_control_plane_has_ended_says_so_and_takes_nothing
         never, later = (group.make_params(name, [(0, [3])], 16, written=True) for name in ("never", "later"))
         pull = asyncio.create_task(decode.pull("d1", [(0, [7])], never))
         await until(lambda: prefill.statistics().gauges["parked"] == 1)
-        assert plane._door is not None
-        poll_fails(plane._door)
-        plane._door.ring()
+        poll_fails(door_of(plane))
+        door_of(plane).ring()
         with (
             anyio.fail_after(PATIENCE_S),
             pytest.raises(PullError, match=r"door keeper failed: (ValueError|OSError)") as failed,
@@ -1166,11 +1164,8 @@ async def answering(places: int, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
             assert plane.send(origin, b"yes")
         inbox(origin, data, principal)
 
-    try:
-        await plane.start(on_packet)
+    async with running(plane, on_packet):
         yield plane, inbox
-    finally:
-        await plane.aclose()
 
 
 async def enter(plane: ZmqPlane, inbox: Inbox, host: str, says: bytes) -> socket.socket:
@@ -1264,16 +1259,15 @@ async def test_a_connection_that_spoke_before_it_was_watched_is_not_taken_for_a_
 @pytest.mark.parametrize("is_accepted", [False, True])
 async def test_a_descriptor_that_is_closed_or_anothers_by_now_is_not_watched(is_accepted: bool) -> None:
     async with planes(1) as [(plane, inbox)]:
-        assert plane._door is not None
-        keeper = plane._door
+        keeper = door_of(plane)
         await inbox.idle_until(lambda: keeper._listener is not None)
         before = open_files()
         with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as other:
             number = other.fileno()
-            plane._door._on_opened(door.Opened(number, "tcp://127.0.0.1:9", is_accepted))
-        plane._door._on_opened(door.Opened(number, "tcp://127.0.0.1:9", is_accepted))
-        assert not plane._door.connections
-        assert plane._door.orphaned == 2 * door.UNSEEN * is_accepted
+            keeper._on_opened(door.Opened(number, "tcp://127.0.0.1:9", is_accepted))
+        keeper._on_opened(door.Opened(number, "tcp://127.0.0.1:9", is_accepted))
+        assert not keeper.connections
+        assert keeper.orphaned == 2 * door.UNSEEN * is_accepted
         assert open_files() <= before
 
 
@@ -1369,32 +1363,8 @@ def ring(tmp_path: Path) -> Keyring:
     return Keyring(tmp_path)
 
 
-@asynccontextmanager
-async def keyed(*keys: KeysConfig | None) -> AsyncIterator[list[tuple[ZmqPlane, Inbox]]]:
-    async with AsyncExitStack() as stack:
-        out = []
-        for each in keys:
-            plane, inbox = ZmqPlane(LOOPBACK, keys=each), Inbox()
-            stack.push_async_callback(plane.aclose)
-            await plane.start(inbox)
-            out.append((plane, inbox))
-        yield out
-
-
 def rejected(plane: ZmqPlane) -> dict[str, int]:
     return {k: v for k, v in plane.statistics().items() if k.startswith("rejected.")}
-
-
-async def check_served(plane: ZmqPlane, inbox: Inbox, ring: Keyring) -> None:
-    """Check that an engine with a key that is listed is heard and answered."""
-    async with keyed(ring.make("newcomer")) as [(other, answers)]:
-        assert other.send(plane.address, b"are you there?")
-        await inbox.wait(1)
-        assert inbox.bodies == [b"are you there?"]
-        route = inbox.packets.pop()[0]
-        assert plane.send(route, b"yes")
-        await answers.wait(1)
-        assert answers.packets == [(plane.address, b"yes")]
 
 
 async def test_engines_with_keys_talk_both_ways_and_name_their_keys(ring: Keyring) -> None:
@@ -1437,7 +1407,7 @@ ATTACKERS = {
 
 
 @pytest.mark.parametrize("name", ATTACKERS)
-async def test_who_proves_no_listed_key_gets_nothing_and_is_counted_by_cause(ring: Keyring, name: str) -> None:
+async def test_a_peer_that_proves_no_listed_key_gets_nothing_and_is_counted_by_cause(ring: Keyring, name: str) -> None:
     cause, public, secret = ATTACKERS[name]
     victim_keys = ring.make("victim")
     ring.make("listed")
@@ -1459,7 +1429,8 @@ async def test_who_proves_no_listed_key_gets_nothing_and_is_counted_by_cause(rin
         assert inbox.packets == []
         # The greeting, a fresh key, and an error: no frame.
         assert tap.commands() <= HANDSHAKE_COMMANDS
-        await check_served(victim, inbox, ring)
+        await check_alive(victim, inbox, ring.make("newcomer"))
+        assert inbox.bodies == [b"are you there?"]
         assert victim.statistics()["packets_in"] == 1
 
 
@@ -1492,10 +1463,13 @@ async def test_raw_bytes_on_a_port_with_keys_get_nothing(ring: Keyring, name: st
         assert rejected(victim) == ({f"rejected.{cause}": 1} if cause else {})
         assert not victim.statistics()["connections.admitted"]
         assert tap.commands() <= HANDSHAKE_COMMANDS
-        await check_served(victim, inbox, ring)
+        await check_alive(victim, inbox, ring.make("newcomer"))
+        assert inbox.bodies == [b"are you there?"]
 
 
-async def test_who_never_finishes_the_handshake_is_cut_off(ring: Keyring, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_never_finishes_the_handshake_is_cut_off(
+    ring: Keyring, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(edge, "HANDSHAKE_IVL_MS", 200)
     async with keyed(ring.make("victim"), None) as [(victim, inbox), (insecure, _)]:
         for plane in (victim, insecure):
@@ -1531,17 +1505,15 @@ async def test_a_key_that_is_added_or_removed_counts_for_new_connections(ring: K
         assert len(at_b.packets) == known
 
 
-async def test_who_is_turned_away_is_told_at_once_and_comes_again_although_libzmq_takes_what_nobody_gets(
+async def test_an_engine_that_is_turned_away_is_told_at_once_and_comes_again_although_libzmq_takes_what_is_lost(
     ring: Keyring,
 ) -> None:
     """A connection that is refused before `connect` has returned is in libzmq's table for ever, with its queue."""
-    b, at_b, told = ZmqPlane(LOOPBACK, keys=ring.make("b")), Inbox(), list[tuple[str, str]]()
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(b.aclose)
-        await b.start(at_b)
-        late = ZmqPlane(LOOPBACK, keys=ring.make("late", is_authorized=False))
-        stack.push_async_callback(late.aclose)
-        await late.start(Inbox(), lambda *why: told.append(why))
+    told, keys = list[tuple[str, str]](), ring.make("late", is_authorized=False)
+    async with (
+        keyed(ring.make("b")) as [(b, at_b)],
+        running(ZmqPlane(LOOPBACK, keys=keys), Inbox(), lambda *why: told.append(why)) as late,
+    ):
         assert late.send(b.address, b"early")
         await at_b.idle_until(lambda: bool(told))
         assert told == [("turned_away", b.address)]
@@ -1604,7 +1576,7 @@ async def test_a_link_that_fails_before_connect_has_returned_is_refused(
             await late.aclose()
 
 
-async def test_a_link_to_who_speaks_otherwise_is_made_anew_and_nobody_speaks_of_keys(ring: Keyring) -> None:
+async def test_a_link_to_a_listener_of_another_mechanism_is_made_anew_and_no_key_is_blamed(ring: Keyring) -> None:
     async with keyed(ring.make("victim"), None) as [(victim, _), (insecure, inbox)]:
         told: list[str] = []
         insecure._on_refused = lambda cause, who: told.append(cause)
@@ -1614,16 +1586,11 @@ async def test_a_link_to_who_speaks_otherwise_is_made_anew_and_nobody_speaks_of_
         assert not told
 
 
-async def test_who_was_answered_is_not_muted_for_a_message_of_another_route() -> None:
+async def test_a_connection_that_was_answered_is_not_muted_for_a_message_of_another_route() -> None:
     async with planes(2) as [(a, at_a), (b, at_b)]:
-        assert a.send(b.address, b"hello")
-        await at_b.wait(1)
-        assert b._door is not None
-        connections = b._door.connections
+        route, connections = await met(a, b, at_b), door_of(b).connections
         await at_b.idle_until(lambda: len(connections) == 1)
-        route = at_b.packets[0][0]
-        assert isinstance(route, bytes)
-        assert b.send(ReplyTo(route), b"yes")
+        assert b.send(route, b"yes")
         await at_a.wait(1)
         [connection] = connections.values()
         b._dropped(connection.fd, 100, 0, b"gone")
@@ -1667,7 +1634,7 @@ async def test_nothing_is_said_to_a_listener_that_cannot_prove_its_key(ring: Key
         assert inbox.packets == []
 
 
-async def test_nobody_is_admitted_while_nobody_answers_who_may_enter(ring: Keyring) -> None:
+async def test_no_peer_is_admitted_while_the_authenticator_does_not_answer(ring: Keyring) -> None:
     a_keys, b_keys = ring.make("a"), ring.make("b")
     async with keyed(a_keys, b_keys) as [(a, _), (b, at_b)]:
         assert b._zap is not None
@@ -1724,12 +1691,9 @@ async def test_a_link_that_zmq_has_given_up_is_replaced(ring: Keyring) -> None:
             peer.sendall(CURVE_GREETING)
             while await anyio.to_thread.run_sync(peer.recv, 100):
                 pass
-        late, inbox = ZmqPlane(f"tcp://127.0.0.1:{port}"), Inbox()
-        try:
-            await late.start(inbox)
+        inbox = Inbox()
+        async with running(ZmqPlane(f"tcp://127.0.0.1:{port}"), inbox):
             await inbox.idle_until(lambda: plane.send(address, b"later") and bool(inbox.packets))
-        finally:
-            await late.aclose()
 
 
 # -- life ------------------------------------------------------------------------------------------
@@ -1745,17 +1709,14 @@ async def test_a_bug_in_the_handler_is_loud_and_does_not_end_the_listener() -> N
 
     before = loop.get_exception_handler()
     loop.set_exception_handler(lambda loop, context: heard.append(context["exception"]))
-    plane = ZmqPlane(LOOPBACK)
     try:
-        await plane.start(explode)
-        async with planes(1) as [(other, _)]:
+        async with running(ZmqPlane(LOOPBACK), explode) as plane, planes(1) as [(other, _)]:
             for packet in (b"bomb 1", b"bomb 2", b"peace"):
                 assert other.send(plane.address, packet)
             await inbox.wait(3)
         assert inbox.bodies == [b"bomb 1", b"bomb 2", b"peace"]
         assert [type(exc) for exc in heard] == [ZeroDivisionError] * 2
     finally:
-        await plane.aclose()
         loop.set_exception_handler(before)
 
 
@@ -1776,7 +1737,7 @@ async def test_a_plane_may_be_closed_from_within_its_handler() -> None:
         assert not plane.send(other.address, b"late")
 
 
-async def test_closing_waits_only_a_moment_for_packets_nobody_takes() -> None:
+async def test_closing_waits_only_a_moment_for_packets_that_are_not_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         plane = ZmqPlane(LOOPBACK)
         await plane.start(Inbox())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -280,11 +281,33 @@ class World(Fabric):
         return lease
 
     def lent(
-        self, rank: Rank, request_id: str, blocks: Sequence[int | None], num_tokens: int = 0, **kwargs: object
+        self,
+        rank: Rank,
+        request_id: str,
+        blocks: Sequence[int | None],
+        num_tokens: int = 0,
+        *,
+        readers: int = 1,
+        **kwargs: object,
     ) -> tuple[KVTransferParams, Lease]:
         """Lend full blocks of one rank, or `num_tokens` in them."""
         params = self.params([rank], request_id, blocks, num_tokens or BLOCK * len(blocks), **kwargs)
-        return params, self.lend(rank, params)
+        return params, self.lend(rank, params, readers)
+
+    def lent_by(
+        self, ranks: Sequence[Rank], request_id: str, blocks: Sequence[int | None], **kwargs: object
+    ) -> tuple[KVTransferParams, list[Lease]]:
+        """Lend full blocks of all ranks of an engine."""
+        params = self.params(ranks, request_id, blocks, BLOCK * len(blocks), **kwargs)
+        return params, [self.lend(rank, params) for rank in ranks]
+
+    def withdraw(self, rank: Rank, params: KVTransferParams) -> None:
+        rank.core.withdraw(params, self.time(rank))
+        self.settle(rank)
+
+    def revoke(self, rank: Rank, lease: Lease) -> None:
+        rank.core.prefill.revoke(lease, self.time(rank))
+        self.settle(rank)
 
     def pull(
         self,
@@ -309,12 +332,20 @@ class World(Fabric):
         rank.core.discharge(request_id, params, "", self.time(rank))
         self.settle(rank)
 
-    def cancel(self, rank: Rank, pull: Pull) -> None:
-        rank.core.decode.cancel(pull, self.time(rank))
+    def cancel(self, rank: Rank, what: Pull | str) -> None:
+        """Cancel a request by its name, or one of its attempts."""
+        if isinstance(what, str):
+            rank.core.cancel(what, self.time(rank))
+        else:
+            rank.core.decode.cancel(what, self.time(rank))
         self.settle(rank)
 
     def forget(self, rank: Rank, address: Address) -> None:
         rank.core.decode.forget(address, self.time(rank))
+        self.settle(rank)
+
+    def close(self, rank: Rank) -> None:
+        rank.core.close(self.time(rank))
         self.settle(rank)
 
     # -- what the edges do -----------------------------------------------------------------------------
@@ -456,6 +487,19 @@ class World(Fabric):
             self.settle(rank)
         self.now = end
 
+    def tick(self, rank: Rank) -> None:
+        """Wake one rank, whether it wants that or not."""
+        rank.core.tick(self.time(rank))
+        self.settle(rank)
+
+    def live(self, seconds: float, step: float = 0.5, *, is_heard: bool = True) -> None:
+        """Let time pass in steps. After each, letters arrive or are lost; no read ends."""
+        for _ in range(round(seconds / step)):
+            self.advance(step)
+            if is_heard:
+                self.deliver_all()
+            self.letters.clear()
+
     def run(self, seconds: float = 0.0) -> None:
         """Deliver and complete everything until nothing moves."""
         for _ in range(50):
@@ -476,10 +520,26 @@ class World(Fabric):
                 assert lease.state is not LeaseState.RELEASED or not lease.owed(), lease.owed()
 
 
-def opened(config: EngineConfig | None = None) -> tuple[World, Rank, Rank]:
-    """Return a world of a prefill and a decode rank."""
-    world = World(config)
-    return world, world.add("prefill", make_layout()), world.add("decode", make_layout(), seed=1)
+def alone(*, reuse: bool = True, **options: Any) -> tuple[World, Rank]:
+    """Return a world with a prefill rank, by options of its configuration."""
+    world = World(EngineConfig(engine_id="x", **options), reuse=reuse)
+    return world, world.add("prefill", make_layout(), seed=1)
+
+
+def opened(*, reuse: bool = True, **options: Any) -> tuple[World, Rank, Rank]:
+    """Return a world of a prefill and a decode rank, whose clocks began at different times."""
+    world, prefill = alone(reuse=reuse, **options)
+    return world, prefill, world.add("decode", make_layout(base=1 << 41), seed=2, epoch=5e5)
+
+
+def ranks_of(world: World, engine_id: str, tp_size: int, *, base: int = 1, **sizes: Any) -> list[Rank]:
+    """Add the ranks of an engine, named by its first letter and their number."""
+    return [
+        world.add(
+            f"{engine_id[0]}{r}", make_layout(r, tp_size, base=(base + r) << 40, **sizes), engine_id=engine_id, seed=r
+        )
+        for r in range(tp_size)
+    ]
 
 
 def reason(pull: Pull) -> Reason | None:
