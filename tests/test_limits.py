@@ -102,7 +102,8 @@ def test_messages_cost_the_same_in_one_packet_as_in_many() -> None:
 
 
 def test_hellos_by_the_hundred_get_few_large_answers() -> None:
-    core = alone()[1].core
+    rank = alone()[1]
+    core = rank.core
     for i in range(500):
         hello = Hello(i, MAJOR, MINOR, "prefill", 0, Cohort("stranger"))
         core.receive(ReplyTo(b"r"), encode_packet("stranger", "", [hello]), 0.0)
@@ -114,7 +115,8 @@ def test_hellos_by_the_hundred_get_few_large_answers() -> None:
 
 
 def test_a_key_or_a_host_gets_no_more_large_answers_by_more_connections() -> None:
-    core = alone()[1].core
+    rank = alone()[1]
+    core = rank.core
     hello = encode_packet("stranger", "", [Hello(1, MAJOR, MINOR, "prefill", 0, Cohort("stranger")), StatusRequest(2)])
     for principal in ("key:ab", "host:10.0.0.7"):
         before = core.outbox.counters["sent.welcome"] + core.outbox.counters["sent.status"]
@@ -127,7 +129,8 @@ def test_a_key_or_a_host_gets_no_more_large_answers_by_more_connections() -> Non
 
 
 def test_one_connection_leaves_hellos_to_others_of_its_host() -> None:
-    core = alone()[1].core
+    rank = alone()[1]
+    core = rank.core
     for i in range(300):
         for route in (b"many", b"one") if i == 299 else (b"many",):
             hello = encode_packet("stranger", "", [Hello(i, MAJOR, MINOR, "prefill", 0, Cohort("stranger"))])
@@ -136,7 +139,8 @@ def test_one_connection_leaves_hellos_to_others_of_its_host() -> None:
 
 
 def test_a_key_or_a_host_asks_no_more_questions_by_more_connections() -> None:
-    core = alone()[1].core
+    rank = alone()[1]
+    core = rank.core
     for i in range(100):
         question = encode_packet("stranger", "", [StatusRequest(i, 1)])
         core.receive(ReplyTo(b"%d" % i), question, 0.0, "host:10.0.0.7")
@@ -152,7 +156,8 @@ def test_a_key_or_a_host_asks_no_more_questions_by_more_connections() -> None:
 
 
 def test_many_connections_of_a_host_that_ask_without_end_cost_little_and_are_not_heard_for_a_while() -> None:
-    core = alone()[1].core
+    rank = alone()[1]
+    core = rank.core
     questions = encode_packet("stranger", "", [StatusRequest(i, 256) for i in range(500)])
     hellos = encode_packet("stranger", "", [Hello(1, MAJOR, MINOR, "prefill", 0, Cohort("x"))] * 500)
     most, counters = core.config.limits.hello_burst, core.outbox.counters
