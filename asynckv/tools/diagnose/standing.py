@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from asynckv.core import told
+from asynckv.tools.console import grouped
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import clock_time, counted
 from asynckv.tools.diagnose.causes import WELL
@@ -23,7 +24,7 @@ from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, 
 from asynckv.tools.diagnose.leaks_between import read_beside
 from asynckv.tools.diagnose.leaks_values import listed
 from asynckv.tools.diagnose.presence import SIGN_S, Presence
-from asynckv.tools.diagnose.records import Record, grouped, integer
+from asynckv.tools.diagnose.records import Record, integer
 
 GOOD_COUNTS = frozenset({*WELL, "lent", "started", "released"})
 """Counts of leases and pulls that are no bad ends."""
