@@ -9,7 +9,8 @@ from rich.markup import escape
 
 from asynckv.arguments import each_text, without_control
 
-T, K = TypeVar("T"), TypeVar("K")
+K = TypeVar("K")
+T = TypeVar("T")
 
 
 def printable(value: T) -> T:

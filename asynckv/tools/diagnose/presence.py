@@ -88,7 +88,8 @@ def lease_of(process: Process) -> float:
 def seats(process: Process) -> set[object]:
     """Return what two living processes of a machine never have both: a port, and a pid in its namespace."""
     address = process.started.text("address") if process.started is not None else ""
-    return {address, process.pid if process.pid and -1 not in process.pid else None} - {"", None}
+    found: set[object] = {address, process.pid if process.pid and -1 not in process.pid else None}
+    return found - {"", None}
 
 
 class Presence:

@@ -70,8 +70,7 @@ class Waiting:
         if "not_lent" not in self.states or not owners or any(presence.fate(x).kind == "died" for x in owners):
             return False
         since = max(presence.near(self.reader, pull.begun_at) for _, pull in self.pulls)
-        lent = (x for request in presence.service.requests for x in request.leases.values() if x.process in owners)
-        return not any(presence.near(x.process, x.lent_at) > since for x in lent)
+        return not any(at > since for x in owners for at in presence.lends[x.base])
 
 
 def waiting(presence: Presence, requests: Iterable[LoggedRequest]) -> list[Waiting]:

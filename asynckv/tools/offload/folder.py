@@ -16,7 +16,8 @@ from msgspec import Struct
 
 from asynckv.edges.files.index import INDEX, DamagedIndex, Said, read_index
 from asynckv.edges.files.io import ALIGN
-from asynckv.edges.files.store import OWNER, Owner, OwnerLock, explained, owner_of
+from asynckv.edges.files.store import OWNER, Owner, OwnerLock, owner_of
+from asynckv.edges.folders import explained
 from asynckv.errors import BackendError, ConfigError
 
 SEGMENTS = "segment-?????.kv"
