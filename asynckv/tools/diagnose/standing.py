@@ -180,14 +180,14 @@ def cut(presence: Presence) -> Iterator[tuple[str, str]]:
                 yield process.rank, f"it does not say that the engine was closed, but {fate.why}"
     leases = [(request, x) for request in presence.service.requests for x in request.leases.values()]
     unfinished = grouped((x.process, request.name) for request, x in leases if _is_unfinished(presence, x))
-    failed = grouped((reader, request.name) for request, x in leases for reader in _unexplained(presence, request, x))
+    failed = grouped((reader, request.name) for request, x in leases for reader in _untold(presence, request, x))
     for owner, names in unfinished.items():
         yield owner.rank, f"it does not show the ends of leases that would be over, or told of again: {listed(names)}"
     for reader, names in failed.items():
         yield reader.rank, f"it does not say why pulls failed that others heard of: {listed(names)}"
 
 
-def _unexplained(presence: Presence, request: LoggedRequest, lease: LoggedLease) -> Iterator[Process]:
+def _untold(presence: Presence, request: LoggedRequest, lease: LoggedLease) -> Iterator[Process]:
     """Yield readers whose failed pull one lease shows, and no log of them."""
     told_by = [x.process for x in request.all_pulls if x.ended is not None]
     readers = (presence.service.process_named(rank) for rank, how in lease.released.items() if how == "failed")
