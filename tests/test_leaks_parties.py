@@ -86,7 +86,7 @@ def test_what_is_well_is_no_failure(reason: str) -> None:
     ("phase", "cause"),
     [
         ("announced", C.ANNOUNCED_AND_FORGOTTEN),
-        ("queue", C.LEASE_TOO_SHORT),
+        ("queue", C.TIMEOUT_TOO_SHORT),
         ("plan", C.TIMEOUT_TOO_SHORT),
         ("read", C.TIMEOUT_TOO_SHORT),
         ("confirm", C.TIMEOUT_TOO_SHORT),

@@ -1,13 +1,15 @@
-"""Text for a terminal: strings from other processes or files, and numbers of bytes."""
+"""Small things of all commands: text for a terminal, numbers of bytes, and values by their keys."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 from rich.markup import escape
 
 from asynckv.arguments import each_text, without_control
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -22,3 +24,11 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:,.1f} {unit}" if unit != "bytes" else f"{num_bytes:.0f} bytes"
         num_bytes /= 1024
     return f"{num_bytes:,.1f} TiB"
+
+
+def grouped(pairs: Iterable[tuple[K, T]]) -> dict[K, list[T]]:
+    """Collect the values of each key, in the order in which they come."""
+    found: dict[K, list[T]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found

@@ -19,7 +19,7 @@ from asynckv.tools.bench import figures, table
 from asynckv.tools.bench.figures import DEFAULT, FLOORS, Figure
 from asynckv.tools.bench.noise import LEVEL, median_of, ratio_of
 from asynckv.tools.bench.table import Run, Side, flat
-from asynckv.tools.console import printable
+from asynckv.tools.console import grouped, printable
 from asynckv.tools.output import print_table
 
 SCHEMA = "asynckv.compare/1"
@@ -192,10 +192,8 @@ def _values(sides: Sequence[Side], names: Sequence[str]) -> dict[str, list[list[
 
 def _points(side: Side, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Run]]:
     """Group the runs by point, and keep the points with at least one report."""
-    out: dict[tuple[Any, ...], list[Run]] = {}
-    for run in side.runs:
-        out.setdefault(tuple(run.params.get(k) for k in keys), []).append(run)
-    return {key: runs for key, runs in out.items() if any(run.report for run in runs)}
+    found = grouped((tuple(run.params.get(k) for k in keys), run) for run in side.runs)
+    return {key: runs for key, runs in found.items() if any(run.report for run in runs)}
 
 
 def _environments(sides: Sequence[Side]) -> dict[str, list[list[str]]]:

@@ -29,6 +29,7 @@ from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.floor import ROUNDS, Round
 from asynckv.tools.bench.schedule import Place, Request
 from asynckv.tools.bench.workers import END_S, Host, Worker, WorkerLost, Workers
+from asynckv.tools.console import grouped
 from asynckv.tools.progress import Bar
 
 T = TypeVar("T")
@@ -143,10 +144,8 @@ class Driver:
 
     async def _warm_up(self, groups: Groups) -> None:
         """Move some requests of the workload before the clock runs; of these only faults count."""
-        found, pairs, todo = self.found, dict[tuple[Place, Place], list[Request]](), list[Request]()
-        for request in self._schedule:
-            pairs.setdefault((request.lender, request.reader), []).append(request)
-        for requests in pairs.values():
+        found, todo = self.found, list[Request]()
+        for requests in grouped(((x.lender, x.reader), x) for x in self._schedule).values():
             for i in range(self._options.warmup):
                 # These numbers belong to no measured request.
                 number = len(self._schedule) + len(todo)

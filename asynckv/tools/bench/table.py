@@ -23,6 +23,7 @@ from asynckv.errors import ConfigError
 from asynckv.tools.bench import report
 from asynckv.tools.bench.figures import Figure, number_at
 from asynckv.tools.bench.noise import Interval, median_of
+from asynckv.tools.console import grouped
 
 SCHEMA = "asynckv.sweep/1"
 BEGIN = f'{{"kind":"sweep","schema":"{SCHEMA}"'.encode()
@@ -94,9 +95,7 @@ class Sweep:
 
     def points(self) -> list[Point]:
         """Return the measured points with their rounds, in the grid's order."""
-        rows: dict[str, list[Row]] = {}
-        for row in sorted(self.latest().values(), key=lambda row: row.round):
-            rows.setdefault(row.key, []).append(row)
+        rows = grouped((row.key, row) for row in sorted(self.latest().values(), key=lambda row: row.round))
         return [Point(place.axes, rows[place.key]) for place in self.head.points if place.key in rows]
 
 

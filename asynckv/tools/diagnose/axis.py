@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 from asynckv import told
 from asynckv.core.notes import Note
+from asynckv.tools.console import grouped
 from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, Process, Service, history, note_of, start_of
-from asynckv.tools.diagnose.records import grouped
 
 CLOCKS_S = 10.0
 """Most seconds between the clocks of two hosts, if nothing else is known of them."""

@@ -9,7 +9,8 @@ from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from asynckv import told
-from asynckv.tools.diagnose.records import Record, grouped
+from asynckv.tools.console import grouped
+from asynckv.tools.diagnose.records import Record
 
 MAX_SET = 2  # times that the clock of one process is set
 PUT_BACK_S = 2.0

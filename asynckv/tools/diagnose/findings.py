@@ -16,6 +16,7 @@ from asynckv import told
 from asynckv.account.survey import MAX_PEERS
 from asynckv.edges.kernel import FIRST_PID_NAMESPACE
 from asynckv.integrations.vllm.options import WORDS
+from asynckv.tools.console import grouped
 from asynckv.tools.diagnose import standing
 from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
@@ -26,7 +27,7 @@ from asynckv.tools.diagnose.leaks_pulls import Failure, failures
 from asynckv.tools.diagnose.leaks_values import Leak, listed, some
 from asynckv.tools.diagnose.pauses import Pause, longest, pauses
 from asynckv.tools.diagnose.presence import Presence
-from asynckv.tools.diagnose.records import Logs, Record, grouped, integer
+from asynckv.tools.diagnose.records import Logs, Record, integer
 from asynckv.tools.diagnose.stalls import last_stall, longest_stall
 from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
 
@@ -266,8 +267,7 @@ def _is_step_of(leak: Leak, rank: str) -> bool:
 
 
 def _dump(process: Process) -> str:
-    said = process.started
-    pid, namespace = (said.integer("pid"), said.integer("pid_namespace")) if said is not None else (0, -1)
+    namespace, pid = process.pid or (-1, 0)
     which = f"`py-spy dump --pid {pid}`" if pid > 0 else "`py-spy dump`"
     where = "on the host" if namespace in (-1, FIRST_PID_NAMESPACE) else "in the container"
     where += f" of {process.rank}; if that process only waits for orders, the same of its scheduler's"

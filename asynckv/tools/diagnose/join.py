@@ -29,9 +29,10 @@ from asynckv import told
 from asynckv.core.notes import AnyNote, GrantedTo, Note, Promised, Released
 from asynckv.core.types import SHOWN_LETTERS
 from asynckv.told import LastClaim, RefusedMessage
+from asynckv.tools.console import grouped
 from asynckv.tools.diagnose.clocks import PutBack, mended
 from asynckv.tools.diagnose.old_words import coded
-from asynckv.tools.diagnose.records import Logs, Record, grouped, number
+from asynckv.tools.diagnose.records import Logs, Record, number
 
 GATHERED_S = 11.0
 """Most seconds by which a line is late: events about requests are gathered for some seconds."""
@@ -112,6 +113,12 @@ class Process:
     def base(self) -> str:
         """The name of its rank, without the start."""
         return base_name(self.rank)
+
+    @property
+    def pid(self) -> tuple[int, int] | None:
+        """The namespace of its pid, and the pid; None if its log does not say it."""
+        said = self.started
+        return (said.integer("pid_namespace"), said.integer("pid")) if said and said.integer("pid") >= 0 else None
 
     @property
     def clock(self) -> str:
@@ -318,9 +325,7 @@ class LoggedPull:
     returned: Record | None = None
     retired: Record | None = None
     transitions: list[Record] = field(default_factory=list)
-    like: LoggedPull | None = (
-        None  # the pull that failed in the same words just before, where the log says no more than that
-    )
+    like: LoggedPull | None = None  # the pull that failed in the same words, where the log says no more than that
 
     @property
     def cause(self) -> str:

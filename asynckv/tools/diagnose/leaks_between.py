@@ -173,14 +173,11 @@ def is_forgotten(presence: Presence, request: LoggedRequest, pull: LoggedPull) -
         return pull.cause == "timeout" and pull.failed_in == "announced"
     if not pull.is_announced or presence.fate(pull.process).is_over:
         return False
-    is_overdue = pull.held[-1].number("left_s", 0.0) <= pull.process.last_at - pull.held[-1].at
-    return is_overdue or _is_left_behind(presence, request, pull)
-
-
-def _is_left_behind(presence: Presence, request: LoggedRequest, pull: LoggedPull) -> bool:
-    """Return True if another rank of its engine had read the request long before: all get the same orders."""
-    at = presence.when(pull.process, pull.held[-1].at)[0]
-    return any(done + GATHERED_S < at for done in read_beside(presence, request, pull))
+    held = pull.held[-1]
+    is_overdue = held.number("left_s", 0.0) <= pull.process.last_at - held.at
+    # All ranks of an engine get the same orders, so it is left behind if another had read the request long before.
+    at = presence.when(pull.process, held.at)[0]
+    return is_overdue or any(done + GATHERED_S < at for done in read_beside(presence, request, pull))
 
 
 def read_beside(presence: Presence, request: LoggedRequest, pull: LoggedPull) -> Iterator[float]:

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 from asynckv import told
 from asynckv.core.types import How
+from asynckv.tools.console import grouped
 from asynckv.tools.diagnose.causes import CATALOGUE, FAILED_AS, WELL, OwnerView, ReaderView
 from asynckv.tools.diagnose.join import LoggedPull, LoggedRequest, Process, base_name, engine_of, start_of
 from asynckv.tools.diagnose.leaks_between import how_unanswered, key_trouble_at, refused_as, said_of, unanswered_ranks
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
 from asynckv.tools.diagnose.leaks_why import REFUSED_AT_HELLO, Verdict
 from asynckv.tools.diagnose.presence import AT_ONCE_S, LATE_S, SILENCE_S, Presence
-from asynckv.tools.diagnose.records import Record, grouped
+from asynckv.tools.diagnose.records import Record
 from asynckv.tools.diagnose.stalls import stalled_s
 
 W, R = OwnerView, ReaderView
@@ -63,19 +64,12 @@ def failures(presence: Presence, counts: Callable[[LoggedPull], bool] = lambda p
 
     A pull counts whether or not its lease was late, also if its own engine refused it.
     """
-    found = (
-        (pull, _Failed(presence, request, pull).verdict())
-        for request in presence.service.requests
-        for pull in request.all_pulls
-        if pull.cause and pull.cause not in WELL and counts(pull)
-    )
-    groups = grouped(
-        ((verdict.reader, base_name(verdict.names["by"]), verdict.names.get("reason", "")), (verdict, pull))
-        for pull, verdict in found
-    )
-    out: list[Failure] = []
-    for verdicts, pulls in (zip(*alike, strict=True) for alike in groups.values()):
-        out.append(Failure(max(verdicts, key=lambda x: float(x.names.get("away", 0.0))), pulls))
+    pulls = ((x, pull) for x in presence.service.requests for pull in x.all_pulls)
+    failed = ((x, pull) for x, pull in pulls if pull.cause and pull.cause not in WELL and counts(pull))
+    verdicts = ((_Failed(presence, x, pull).verdict(), pull) for x, pull in failed)
+    groups = grouped(((x.reader, base_name(x.names["by"]), x.names.get("reason", "")), (x, y)) for x, y in verdicts)
+    longest = (max(same, key=lambda x: float(x[0].names.get("away", 0.0)))[0] for same in groups.values())
+    out = [Failure(x, [pull for _, pull in same]) for x, same in zip(longest, groups.values(), strict=True)]
     return sorted(out, key=lambda x: (-len(x.pulls), min(x.times)))
 
 
@@ -194,7 +188,7 @@ class _Failed:
         if pull.failed_in == "handshake":
             states = (x.text("state") for y in pull.failed_with for x in said_of(pull.process, y))
             return R.TIMED_OUT if not pull.failed_with or {"loading", "ready"} & {*states} else R.UNMET
-        found = {"announced": R.ANNOUNCED, "queue": R.LATE, "": R.NO_LOG}
+        found = {"announced": R.ANNOUNCED, "": R.NO_LOG}
         return found.get(pull.failed_in, R.TIMED_OUT)
 
     def _unmet(self) -> Told:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from asynckv import told
+from asynckv.tools.console import grouped
 from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import Process
-from asynckv.tools.diagnose.records import Record, grouped
+from asynckv.tools.diagnose.records import Record
 
 MOST = 0.5
 """Part of a pause for which the loop's thread was ready to run, so that it lacked a processor."""
@@ -72,17 +73,11 @@ def pauses(axis: Axis, since: float) -> list[Pause]:
         at = pause.record.at - pause.seconds
         running = [x for x in machines[pause.process.clock] if x.first_at <= at <= x.last_at]
         # Ranks of one engine wait for each other, and engines of one process share its loop.
-        if len({x.engine_id for x in running}) > 1 and len(set(map(_pid, running))) > 1:
+        if len({x.engine_id for x in running}) > 1 and len({x.pid or x.incarnation for x in running}) > 1:
             if all(x.incarnation in others for x in running):
                 for other in others.values():
                     other.is_hosts = True
     return found
-
-
-def _pid(process: Process) -> object:
-    if (said := process.started) is None or said.integer("pid") < 0:
-        return process.incarnation
-    return said.integer("pid_namespace"), said.integer("pid")
 
 
 def longest(found: Iterable[Pause], ranks: Iterable[str], since: float, until: float) -> Pause | None:

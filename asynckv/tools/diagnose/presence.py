@@ -69,19 +69,15 @@ class Fate:
 
 
 class _End(NamedTuple):
-    """The time of the last line of a process's log, and how the log ends."""
+    """The time of the last line of a process's log, and how the log ends; `silently` says that it has no goodbye."""
 
     low: float
     high: float
     ends: str
-    how: str
-
-    @property
-    def text(self) -> str:
-        return self.ends + self.how
+    silently: str
 
     def silent(self, why: str, *, hangs: bool = False) -> Fate:
-        return Fate("silent", why, self.low, math.inf, False, hangs=hangs)
+        return Fate("silent", why, self.low, math.inf, False, hangs)
 
 
 def lease_of(process: Process) -> float:
@@ -89,12 +85,11 @@ def lease_of(process: Process) -> float:
     return process.durations.get("lease_s", 30.0)
 
 
-def seats(process: Process) -> set[tuple[str | int, ...]]:
+def seats(process: Process) -> set[object]:
     """Return what two living processes of a machine never have both: a port, and a pid in its namespace."""
-    if (said := process.started) is None:
-        return set()
-    found = (said.text("address"),), (said.integer("pid_namespace"), said.integer("pid"))
-    return {x for x in found if "" not in x and -1 not in x}
+    address = process.started.text("address") if process.started is not None else ""
+    found: set[object] = {address, process.pid if process.pid and -1 not in process.pid else None}
+    return found - {"", None}
 
 
 class Presence:
@@ -155,14 +150,11 @@ class Presence:
             self._heard[process.incarnation] = max(known, self.when(other, at)[0])
 
     def _fate(self, process: Process) -> Fate:
-        end = self._end_of(process)
+        (low, high), ends = self.when(process, process.last_at), f"its log ends at {self._last_line(process)}"
+        end = _End(low, high, ends, f"{ends} without a goodbye")
+        if not process.num_records:
+            end = _End(-math.inf, high, none := "there is no log of it", none)
         return self._by_itself(process, end) or self._by_others(process, end) or self._by_silence(process, end)
-
-    def _end_of(self, process: Process) -> _End:
-        low, high = self.when(process, process.last_at)
-        if process.num_records:
-            return _End(low, high, f"its log ends at {self._shown(process, process.last_at)}", " without a goodbye")
-        return _End(-math.inf, high, "there is no log of it", "")
 
     def _by_itself(self, process: Process, end: _End) -> Fate | None:
         """Return the fate that a process's answer, the kernel, or its own goodbye shows."""
@@ -170,7 +162,7 @@ class Presence:
         if process.answers:
             return Fate("alive", "it answers", math.inf, math.inf)
         if process.gone and stopped is None:
-            return Fate("died", f"{process.gone} ({end.text})", end.low, self._replaced_at(process))
+            return Fate("died", f"{process.gone} ({end.silently})", end.low, self._replaced_at(process))
         if stopped is not None:
             how = "closed" if stopped.event == told.EngineStopped.event else "suspended"
             return Fate("stopped", f"{how} at {self._shown(process, stopped.at)}", end.low, end.high)
@@ -187,27 +179,27 @@ class Presence:
         if process.is_here:
             return end.silent(f"its process is there ({end.ends})", hangs=self._is_overdue(process))
         if (after := process.successor) is not None and (began := self._replaced_at(process)) < math.inf:
-            why = f"{end.text}, and {after.rank} started at {self._shown(after, after.first_at)}"
+            why = f"{end.silently}, and {after.rank} started at {self._shown(after, after.first_at)}"
             return Fate("died", why, end.low, began)
-        return next(filter(None, (self._by_loss(process, end, *x) for x in lost)), None)
-
-    def _by_loss(self, process: Process, end: _End, other: Process, record: Record) -> Fate | None:
-        """Return a death that a peer's loss of the process shows, if the process has said nothing since."""
-        at, how = self.when(other, record.at), record.text("how")
-        may_have_said_more = at[0 if how == How.BROKEN else 1] <= end.low  # a transfer that failed shows less
-        waits_s = lease_of(process) + LAPSE_S if how == How.SILENT else SILENCE_S
-        if may_have_said_more or how == How.FORGOTTEN or self.last < end.high + waits_s:
-            return None
-        why = f"{end.text}, and {other.rank} lost it: {record.text('detail')}"
-        return Fate("died", why, end.low, at[1], how != How.SILENT)
+        for other, record in lost:
+            at, how = self.when(other, record.at), record.text("how")
+            is_late = at[0 if how == How.BROKEN else 1] > end.low  # a transfer that failed shows less
+            waits_s = lease_of(process) + LAPSE_S if how == How.SILENT else SILENCE_S
+            if is_late and how != How.FORGOTTEN and self.last >= end.high + waits_s:
+                why = f"{end.silently}, and {other.rank} lost it: {record.text('detail')}"
+                return Fate("died", why, end.low, at[1], how != How.SILENT)
+        return None
 
     def _by_silence(self, process: Process, end: _End) -> Fate:
         if not process.says_info:
-            return end.silent(f"its log has warnings only, the last of {self._shown(process, process.last_at)}")
+            return end.silent(f"its log has warnings only, the last of {self._last_line(process)}")
         if self._is_overdue(process):
-            why = f"{end.text}, and a living engine writes a line every {in_seconds(lease_of(process) / 2)} s"
+            why = f"{end.silently}, and a living engine writes a line every {in_seconds(lease_of(process) / 2)} s"
             return Fate("died", why, end.low, end.high + lease_of(process), False)
-        return end.silent(f"{end.text}; it may live and have nothing to say")
+        return end.silent(f"{end.silently}; it may live and have nothing to say")
+
+    def _last_line(self, process: Process) -> str:
+        return self._shown(process, process.last_at)
 
     def _replaced_at(self, process: Process) -> float:
         """Return when the next start of its rank shows that a process has ended; infinity if none does."""

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -59,8 +59,6 @@ _EPOCH = re.compile(r"([0-9]{1,20})(?:[.,]([0-9]{1,20}))?\Z")
 _LEVEL = {"warn": "warning", "critical": "error", "fatal": "error", "err": "error"}
 _LEVELS = frozenset({"debug", "info", "warning", "error"})
 
-
-K, V = TypeVar("K"), TypeVar("V")
 
 _decode = msgspec.json.Decoder().decode
 _head = msgspec.json.Decoder(Head).decode
@@ -129,14 +127,6 @@ def integer(value: object, default: int = -1) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and -MOST <= value <= MOST:
         return value
     return default
-
-
-def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Collect the values of each key, in the order in which they come."""
-    found: dict[K, list[V]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
 
 
 @dataclass(slots=True)

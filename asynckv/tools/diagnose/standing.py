@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from asynckv import told
+from asynckv.tools.console import grouped
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import clock_time, counted
 from asynckv.tools.diagnose.causes import WELL
@@ -23,7 +24,7 @@ from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, 
 from asynckv.tools.diagnose.leaks_between import read_beside
 from asynckv.tools.diagnose.leaks_values import listed
 from asynckv.tools.diagnose.presence import SIGN_S, Presence
-from asynckv.tools.diagnose.records import Record, grouped, integer
+from asynckv.tools.diagnose.records import Record, integer
 
 GOOD_COUNTS = frozenset({*WELL, "lent", "started", "released"})
 """Counts of leases and pulls that are no bad ends."""
@@ -69,8 +70,7 @@ class Waiting:
         if "not_lent" not in self.states or not owners or any(presence.fate(x).kind == "died" for x in owners):
             return False
         since = max(presence.near(self.reader, pull.begun_at) for _, pull in self.pulls)
-        lent = (x for request in presence.service.requests for x in request.leases.values() if x.process in owners)
-        return not any(presence.near(x.process, x.lent_at) > since for x in lent)
+        return not any(at > since for x in owners for at in presence.lends[x.base])
 
 
 def waiting(presence: Presence, requests: Iterable[LoggedRequest]) -> list[Waiting]:
@@ -180,14 +180,14 @@ def cut(presence: Presence) -> Iterator[tuple[str, str]]:
                 yield process.rank, f"it does not say that the engine was closed, but {fate.why}"
     leases = [(request, x) for request in presence.service.requests for x in request.leases.values()]
     unfinished = grouped((x.process, request.name) for request, x in leases if _is_unfinished(presence, x))
-    failed = grouped((reader, request.name) for request, x in leases for reader in _unexplained(presence, request, x))
+    failed = grouped((reader, request.name) for request, x in leases for reader in _untold(presence, request, x))
     for owner, names in unfinished.items():
         yield owner.rank, f"it does not show the ends of leases that would be over, or told of again: {listed(names)}"
     for reader, names in failed.items():
         yield reader.rank, f"it does not say why pulls failed that others heard of: {listed(names)}"
 
 
-def _unexplained(presence: Presence, request: LoggedRequest, lease: LoggedLease) -> Iterator[Process]:
+def _untold(presence: Presence, request: LoggedRequest, lease: LoggedLease) -> Iterator[Process]:
     """Yield readers whose failed pull one lease shows, and no log of them."""
     told_by = [x.process for x in request.all_pulls if x.ended is not None]
     readers = (presence.service.process_named(rank) for rank, how in lease.released.items() if how == "failed")

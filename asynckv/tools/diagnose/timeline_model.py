@@ -19,10 +19,11 @@ from typing import NamedTuple
 
 from asynckv import told
 from asynckv.core.notes import GrantedTo, Revoked
+from asynckv.tools.console import grouped
 from asynckv.tools.diagnose.axis import Axis, counted, is_time, shown_seconds, steps_of
 from asynckv.tools.diagnose.join import LEASE_EVENTS, PULL_EVENTS, LoggedLease, LoggedPull, LoggedRequest, Process
 from asynckv.tools.diagnose.presence import Fate, Presence
-from asynckv.tools.diagnose.records import Record, grouped, number
+from asynckv.tools.diagnose.records import Record, number
 
 
 class Phase(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -72,7 +72,14 @@ def why(
     while watch:  # Ctrl-C ends it
         began = time.monotonic()
         seen = looking.look()
-        _show_again(report(find(seen), seen), seen, json, top, console)
+        document = report(find(seen), seen)
+        if json is not None:
+            write("--json", "-", msgspec.json.encode(document).decode() + "\n")
+        else:
+            if console.is_terminal:
+                console.clear()
+            why_text.show(document, seen, 5 if top is None else top, console)
+            sys.stdout.flush()
         time.sleep(max(began + WATCH_S - time.monotonic(), 0.0))
     seen = looking.look()
     found = find(seen)
@@ -89,18 +96,6 @@ def why(
         raise typer.Exit(_show_request(seen, found, story, looking.called, console))
     why_text.show(document, seen, top, console)
     raise typer.Exit(1 if found.wrong else 3 if found.limits else 0)
-
-
-def _show_again(document: Any, seen: Seen, json: str | None, top: int | None, console: Console) -> None:
-    from asynckv.tools.diagnose import why_text
-
-    if json is not None:
-        write("--json", "-", msgspec.json.encode(document).decode() + "\n")
-        return
-    if console.is_terminal:
-        console.clear()
-    why_text.show(document, seen, 5 if top is None else top, console)
-    sys.stdout.flush()
 
 
 def _show_request(seen: Seen, found: Findings, story: Story | None, called: set[str], console: Console) -> int:

@@ -19,13 +19,12 @@ from rich.text import Text
 
 from asynckv.account.inspect import RequestStatus
 from asynckv.arguments import without_control
-from asynckv.tools.console import size
+from asynckv.tools.console import grouped, size
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
 from asynckv.tools.diagnose.findings import NOT_JUDGED, Findings, Seen
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_values import Leak, some
-from asynckv.tools.diagnose.records import grouped
 from asynckv.tools.diagnose.timeline_model import PHASES, Bar, Ground, Mark, Story
 from asynckv.tools.output import print_unpadded
 
@@ -55,57 +54,41 @@ def show(report: Mapping[str, Any], seen: Seen, top: int | None, console: Consol
 
 def show_findings(report: Mapping[str, Any], console: Console) -> None:
     findings, limits, notes, read = report["findings"], report["limits"], report["notes"], report["read"]
-    if findings:
-        is_one, after = len(findings) == 1, _since_then(read)
-        _line(console, f"{'One thing is' if is_one else f'{len(findings):,} things are'} wrong{after}.", "bold red")
+    after = f" since {read['since']} UTC" if read["since"] else ""
+    if not findings:
+        text = NOT_JUDGED if limits else "All is well"
+        text += " now (what is over is in logs alone)" if report["engines"] and not read["files"] else ""
+        also = "" if limits else "".join(f"; {x['what']}" for x in notes[:MAX_LIMITS])
+        # No more is claimed than the first log to end shows.
+        _line(console, f"{text}{after}: {_span(read, read['until'])}{also}.", "bold")
     else:
-        _line(console, _verdict(report), "bold")
+        is_one = len(findings) == 1
+        _line(console, f"{'One thing is' if is_one else f'{len(findings):,} things are'} wrong{after}.", "bold red")
     for i, each in enumerate(findings[:MAX_FINDINGS], 1):
         show_finding(each, console, f"{i}. ")
-    _show_more(len(findings) - MAX_FINDINGS, "bold", console)
+    if (more := len(findings) - MAX_FINDINGS) > 0:
+        _line(console, f"and {more:,} more; --json has all", "bold", 3)
     for title, rows in (("What could not be judged:", limits), ("Also seen:", notes if findings or limits else ())):
         if rows:
             console.print()
             _line(console, title, "yellow")
         for each in rows[:MAX_LIMITS]:
             _line(console, each["what"] + (f" ({each['evidence']})" if each["evidence"] else ""), "yellow", 3)
-        _show_more(len(rows) - MAX_LIMITS, "yellow", console)
+        if (more := len(rows) - MAX_LIMITS) > 0:
+            _line(console, f"and {more:,} more; --json has all", "yellow", 3)
     if findings or limits:
         console.print()
-        source = f"{counted(read['lines'], 'line')} of {counted(read['files'], 'file')}"
-        source = source if read["files"] else "what running engines said"
+        lines = counted(read["lines"], "line")
+        source = f"{lines} of {counted(read['files'], 'file')}" if read["files"] else "what running engines said"
         others = f"; {counted(read['others'], 'line')} of other programs" if read["others"] else ""
         repeated = f"; {counted(read['repeated'], 'line')} there twice" if read["repeated"] else ""
-        text = f"read {counted(read['events'], 'event')} in {source}{others}{repeated}: {_span(read, read['last'])}"
-        _line(console, text, "dim")
+        _line(
+            console,
+            f"read {counted(read['events'], 'event')} in {source}{others}{repeated}: {_span(read, read['last'])}",
+            "dim",
+        )
     if any(x["requests"] for x in findings):
         _line(console, "asynckv why REQUEST with the same logs or engines shows one request's story.", "dim")
-
-
-def _verdict(report: Mapping[str, Any]) -> str:
-    """Say that all is well, or that not all could be judged. No more is claimed than the first log to end shows."""
-    limits, read = report["limits"], report["read"]
-    text = NOT_JUDGED if limits else "All is well"
-    text += " now (what is over is in logs alone)" if report["engines"] and not read["files"] else ""
-    also = "" if limits else "".join(f"; {x['what']}" for x in report["notes"][:MAX_LIMITS])
-    return f"{text}{_since_then(read)}: {_span(read, read['until'])}{also}."
-
-
-def _since_then(read: Mapping[str, Any]) -> str:
-    return f" since {read['since']} UTC" if read["since"] else ""
-
-
-def _span(read: Mapping[str, Any], until: str) -> str:
-    """Describe what was looked at: requests, ranks and time."""
-    requests = counted(read["requests"], "request")
-    if not read["files"]:
-        requests = f"{read['lent_now']:,} lent and {read['pulled_now']:,} announced or pulled now"
-    return f"{requests}, {_ranks(read)}" + (f", {read['first']} to {until} UTC" if read["first"] else "")
-
-
-def _show_more(more: int, style: str, console: Console) -> None:
-    if more > 0:
-        _line(console, f"and {more:,} more; --json has all", style, 3)
 
 
 def show_finding(each: Mapping[str, Any], console: Console, number: str = "") -> None:
@@ -120,9 +103,14 @@ def show_finding(each: Mapping[str, Any], console: Console, number: str = "") ->
         _line(console, f"what to do: {each['remedy']}", "", 3)
 
 
-def _ranks(read: Mapping[str, Any]) -> str:
+def _span(read: Mapping[str, Any], until: str) -> str:
+    """Describe what was looked at: requests, ranks and time."""
+    requests = counted(read["requests"], "request")
+    if not read["files"]:
+        requests = f"{read['lent_now']:,} lent and {read['pulled_now']:,} announced or pulled now"
     sides = (counted(len(read[side]), f"{side} rank") for side in ("prefill", "decode") if read[side])
-    return " and ".join(sides) or counted(len(read["quiet"]) + len(read["offload"]), "rank")
+    ranks = " and ".join(sides) or counted(len(read["quiet"]) + len(read["offload"]), "rank")
+    return f"{requests}, {ranks}" + (f", {read['first']} to {until} UTC" if read["first"] else "")
 
 
 # -- one request ---------------------------------------------------------------------------------------
@@ -279,19 +267,19 @@ def _events(story: Story, grounds: Sequence[Ground]) -> RenderableType:
     table.add_column(justify="right", no_wrap=True)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    marks = sorted([*story.marks, *_meanwhile(story, grounds)], key=lambda x: x.at)
-    told = grouped(((x.process.rank, x.text), x) for x in marks)
-    for i, same in enumerate(told.values()):
+    every = sorted([*story.marks, *_meanwhile(story, grounds)], key=lambda x: x.at)
+    told = grouped(((x.process.rank, x.text), x) for x in every)
+    for i, marks in enumerate(told.values()):
         half = MAX_EVENTS // 2
         if len(told) > MAX_EVENTS and half <= i < len(told) - half:
             if i == half:
                 table.add_row("", "", Text(f"... {len(told) - MAX_EVENTS} more; --json has all", style="dim"))
             continue
-        mark = same[0]
+        mark = marks[0]
         style = "bold red" if mark.level == "error" else "yellow" if mark.level == "warning" else ""
         text = Text(without_control(mark.text), style=style)
-        if len(same) > 1:
-            text.append(f" ({len(same)} times, until {_since(same[-1].at - story.start)})", "dim")
+        if len(marks) > 1:
+            text.append(f" ({len(marks)} times, until {_since(marks[-1].at - story.start)})", "dim")
         table.add_row(_since(mark.at - story.start), Text(without_control(mark.process.rank)), text)
     return table
 
@@ -351,21 +339,16 @@ def _holds(answer: Answer) -> Iterator[str]:
     yield ", ".join([*(f"{name.replace('_', ' ')} {x}" for name, x in held.items()), lags])
     if account.counts:
         yield ", ".join(f"{x.kind} {x.phase} {x.number:,} (oldest {shown_seconds(x.oldest_s)})" for x in account.counts)
-    yield from _offloads(answer)
+    for tier in ("host", "file", "others"):
+        if (blocks := gauges.get(f"offload.kept.{tier}")) is not None:
+            used, most = gauges.get(f"offload.kept_bytes.{tier}", 0), gauges.get(f"offload.limit_bytes.{tier}")
+            yield f"offload, {tier}: {counted(blocks, 'block')}, {size(used)}" + (f" of {size(most)}" if most else "")
+    for name in ("offload.off", "offload.files_off"):
+        if why := account.facts.planes.get(name):
+            yield f"{name}: {why}"
     if account.num_peers:
         yield "peers " + ", ".join(f"{state} {number:,}" for state, number in account.num_peers.items())
     for peer in account.peers[: 4 * MAX_NAMES]:
         if peer.state not in ("ready", "new") or peer.cause or peer.is_draining:
             heard = "never heard" if peer.heard_s is None else f"heard {shown_seconds(peer.heard_s)} ago"
             yield f"   {peer.rank} {peer.state}, {heard}, {counted(peer.pulls, 'request')}: {peer.cause}"
-
-
-def _offloads(answer: Answer) -> Iterator[str]:
-    gauges = answer.gauges
-    for tier in ("host", "file", "others"):
-        if (blocks := gauges.get(f"offload.kept.{tier}")) is not None:
-            used, most = gauges.get(f"offload.kept_bytes.{tier}", 0), gauges.get(f"offload.limit_bytes.{tier}")
-            yield f"offload, {tier}: {counted(blocks, 'block')}, {size(used)}" + (f" of {size(most)}" if most else "")
-    for name in ("offload.off", "offload.files_off"):
-        if why := answer.account.facts.planes.get(name):
-            yield f"{name}: {why}"

@@ -31,7 +31,7 @@ from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, Section, plan_read
 from asynckv.geometry.staging import TYPICAL
 from asynckv.geometry.tables import PeerTables
-from asynckv.tools.console import printable, size
+from asynckv.tools.console import grouped, printable, size
 from asynckv.tools.output import print_table
 from asynckv.tools.plan import bound
 
@@ -133,20 +133,15 @@ def _unheld(side: str, layouts: Sequence[Layout]) -> Iterator[str]:
     """Name the ranges of a part that no rank holds; this needs the layouts of a whole engine."""
     if not _is_whole(layouts):
         return
-    held: dict[tuple[str, str, str, int], list[tuple[int, int]]] = {}
-    for layout in layouts:
-        for view in layout.views:
-            for part in view.parts:
-                if part.axis:
-                    held.setdefault((part.name, part.axis, view.layer, part.extent), []).append(part.held)
-    gaps: dict[tuple[str, str, int, int], list[str]] = {}
+    parts = [(view.layer, part) for layout in layouts for view in layout.views for part in view.parts if part.axis]
+    held = grouped(((part.name, part.axis, layer, part.extent), part.held) for layer, part in parts)
+    gaps: list[tuple[tuple[str, str, int, int], str]] = []
     for (name, axis, layer, extent), ranges in held.items():
         at = 0
         for lo, hi in [*sorted(ranges), (extent, extent)]:
-            if lo > at:
-                gaps.setdefault((name, axis, at, lo), []).append(layer)
+            gaps += [((name, axis, at, lo), layer)] if lo > at else []
             at = max(at, hi)
-    for (name, axis, lo, hi), layers in gaps.items():
+    for (name, axis, lo, hi), layers in grouped(gaps).items():
         more = f" and {len(layers) - 1} more layers" if len(layers) > 1 else ""
         yield f"no {side} rank holds {axis} [{lo}, {hi}) of part {name!r} in {layers[0]!r}{more}"
 
@@ -344,12 +339,7 @@ def show(report: dict[str, Any], console: Console) -> None:
             ratio = f" of {group['kernel_blocks']} kernel blocks" if group["kernel_blocks"] > 1 else ""
             layers = f"{group['layers']} layer{'s' if group['layers'] > 1 else ''}"
             console.print(f"  group {group['name']}: {layers}, {of}{ratio}")
-            alike: dict[str, list[str]] = {}
-            for part in group["parts"]:
-                whole = f" of {part['extent']:,}"
-                dims = (f"{n} {long:,}{whole if n == part['axis'] else ''}" for n, long in part["dims"].items())
-                alike.setdefault(f"{part['dtype']} ({' x '.join(dims)})", []).append(part["name"])
-            for shape, names in alike.items():
+            for shape, names in grouped((_shape(part), part["name"]) for part in group["parts"]).items():
                 console.print(f"    {', '.join(names)}: {shape}")
     console.print()
     if not report["plannable"]:
@@ -359,20 +349,19 @@ def show(report: dict[str, Any], console: Console) -> None:
     cached = f", of which {report['cached']:,} are on the decode side already" if report["cached"] else ""
     plural = "s" if report["tokens"] > 1 else ""
     console.print(f"[bold]A request of {report['tokens']:,} token{plural}[/bold]{cached}")
-    ranges: dict[tuple[str, str, str], list[str]] = {}
-    costs: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    ranges: list[tuple[tuple[str, str, str], str]] = []
+    costs: list[tuple[tuple[str, ...], tuple[str, str]]] = []
     for rank in report["ranks"]:
-        for read in rank["reads"]:
-            for group in read["groups"]:
-                number, counts = str(group["group"]), (f"{group[n]:,}" for n in COUNTS)
-                ranges.setdefault((read["remote"], number, _what(group["parts"])), []).append(rank["rank"])
-                costs.setdefault((number, size(group["bytes"]), *counts), []).append((rank["rank"], read["remote"]))
-        if not rank["reads"]:
-            ranges.setdefault(("none", "", ""), []).append(rank["rank"])
+        name, groups = rank["rank"], [(read["remote"], group) for read in rank["reads"] for group in read["groups"]]
+        for remote, group in groups:
+            number, counts = str(group["group"]), (f"{group[n]:,}" for n in COUNTS)
+            ranges.append(((remote, number, _what(group["parts"])), name))
+            costs.append(((number, size(group["bytes"]), *counts), (name, remote)))
+        ranges += [] if rank["reads"] else [(("none", "", ""), name)]
     print_table(
         console,
         ("decode", "reads", "group", "what"),
-        [(_names(names), *cells) for cells, names in ranges.items()],
+        [(_names(names), *cells) for cells, names in grouped(ranges).items()],
         texts=(1,),
         wrapped=(0, 3),
         is_markup=True,
@@ -380,7 +369,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     if costs:
         console.print("\n[bold]Each of these reads[/bold]")
         heads = ("decode", "reads", "group", "bytes", "pieces per block", "descriptors", "if in runs", "posts")
-        rows = [(*(_names(names) for names in zip(*pairs, strict=True)), *cells) for cells, pairs in costs.items()]
+        alike = grouped(costs).items()
+        rows = [(*(_names(names) for names in zip(*pairs, strict=True)), *cells) for cells, pairs in alike]
         print_table(console, heads, rows, wrapped=(0, 1), is_markup=True)
     for legend in LEGEND:
         console.print(f"  {legend}", style="dim")
@@ -396,6 +386,13 @@ def show(report: dict[str, Any], console: Console) -> None:
     _show_problems(report, console)
     for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
         console.print(f"[yellow]warning[/yellow]: {warning}")
+
+
+def _shape(part: dict[str, Any]) -> str:
+    dims = (
+        f"{n} {long:,}" + (f" of {part['extent']:,}" if n == part["axis"] else "") for n, long in part["dims"].items()
+    )
+    return f"{part['dtype']} ({' x '.join(dims)})"
 
 
 def _show_ways(report: dict[str, Any], console: Console) -> None:
@@ -416,15 +413,16 @@ def _show_ways(report: dict[str, Any], console: Console) -> None:
         console.print("  expected on one host, with KV in its memory; KV on GPUs is read directly", style="dim")
 
 
+def _bound(row: dict[str, Any]) -> tuple[str, ...]:
+    times = (f"{row[f'{name}_s'] * 1e3:,.2f}" for name in bound.PARTS)
+    reached = f"{row['requests_per_s']:,.0f}", f"{row['share_of_wire']:.0%}"
+    return row["side"], row["blocks"], *times, row["limit"], *reached
+
+
 def _show_bounds(report: dict[str, Any], console: Console) -> None:
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for row in report["bounds"]:
-        times = (f"{row[f'{name}_s'] * 1e3:,.2f}" for name in bound.PARTS)
-        key = row["side"], row["blocks"], *times, row["limit"], f"{row['requests_per_s']:,.0f}"
-        key = *key, f"{row['share_of_wire']:.0%}"
-        alike.setdefault(key, []).append(row["rank"])
-    if not alike:
+    if not report["bounds"]:
         return
+    alike = grouped((_bound(row), row["rank"]) for row in report["bounds"])
     console.print(
         f"\n[bold]Bound over RDMA, on paper[/bold]: every rank has a device of {report['nic_gbit_per_s']:g} Gbit/s"
     )
@@ -441,16 +439,16 @@ def _show_problems(report: dict[str, Any], console: Console) -> None:
 
 def _show_refusal(report: dict[str, Any], console: Console) -> None:
     console.print("[bold red]Refused at the handshake[/bold red]")
-    alike: dict[tuple[str, ...], list[tuple[str, str]]] = {}
-    for rank in report["ranks"]:
-        for d in rank["refused"]:
-            key = d["field"], _shortened(d["local"]), _shortened(d["remote_value"])
-            alike.setdefault(key, []).append((rank["rank"], d["remote"]))
+    refused = [(rank["rank"], d) for rank in report["ranks"] for d in rank["refused"]]
+    alike = grouped(
+        ((d["field"], _shortened(d["local"]), _shortened(d["remote_value"])), (rank, d["remote"]))
+        for rank, d in refused
+    )
     for (field, mine, theirs), pairs in alike.items():
         here, there = (_names([name for name in names if name]) for names in zip(*pairs, strict=True))
         values = f": {mine} here, {theirs} there" if mine or theirs else ""
         console.print(f"  decode {here}{f', prefill {there}' if there else ''}: {field}{values}")
-    for remedy in dict.fromkeys(d["remedy"] for rank in report["ranks"] for d in rank["refused"] if d["remedy"]):
+    for remedy in dict.fromkeys(d["remedy"] for _, d in refused if d["remedy"]):
         console.print(f"  what to do: {remedy}")
 
 
@@ -473,9 +471,7 @@ def _names(names: Iterable[str]) -> str:
 
 def _what(parts: Sequence[dict[str, Any]]) -> str:
     """Return one line per range, with all parts that are cut in this way."""
-    lines: dict[tuple[Any, ...], list[str]] = {}
-    for part in parts:
-        lines.setdefault((part["axis"], *part["range"], part["extent"], part["layers"]), []).append(part["part"])
+    lines = grouped(((x["axis"], *x["range"], x["extent"], x["layers"]), x["part"]) for x in parts)
     out = []
     for (axis, lo, hi, extent, layers), names in lines.items():
         span = f"{lo}-{hi - 1}" if hi - lo > 1 else f"{lo}"

@@ -11,6 +11,7 @@ import msgspec
 from asynckv.arguments import one_of
 from asynckv.errors import ConfigError
 from asynckv.geometry.layout import ITEMSIZE, ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View, dense_part, shard
+from asynckv.tools.console import grouped
 from asynckv.tools.plan.models import Heads, Index, Latent, Layer, Model, State
 
 ORDERS = ("nhd", "hnd", "block-nhd", "block-hnd", "cross-nhd", "cross-hnd")
@@ -23,9 +24,7 @@ CONV_ORDERS = ("channel", "row")
 
 def model_groups(model: Model) -> tuple[tuple[Layer, tuple[int, ...]], ...]:
     """Sort a model's layers into cache groups: layers of the same kind, window and shape share block ids."""
-    groups: dict[Layer, list[int]] = {}
-    for number, layer in enumerate(model.layers):
-        groups.setdefault(layer, []).append(number)
+    groups = grouped((layer, number) for number, layer in enumerate(model.layers))
     return tuple((layer, tuple(numbers)) for layer, numbers in groups.items())
 
 
