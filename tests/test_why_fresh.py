@@ -1,14 +1,13 @@
-"""Faults of other eyes: how looks are judged; and a rollout that nobody notices, with real engines."""
+"""Faults of other eyes: how looks are judged; and a rollout without a trace, with real engines."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from asynckv.tools.diagnose.causes import HEADING
-from tests.lab import rollout
+from tests.lab import alert_live
 from tests.lab.why_fresh import CASES
 from tests.lab.why_live import CAUSES, MISSED, OPEN, RIGHT, WAYS, WRONG, judge
 
@@ -66,7 +65,7 @@ def test_cases_are_of_all_kinds_and_can_be_known() -> None:
 @pytest.mark.nixl
 @pytest.mark.anyio
 @pytest.mark.timeout(120)
-async def test_a_rollout_is_noticed_by_nobody(tmp_path: Path) -> None:
-    found = await rollout.rollout(tmp_path, rate=20.0, away_s=0.5)
+async def test_no_client_and_no_operator_notices_a_rollout() -> None:
+    found = await alert_live.rollout(away_s=0.5, apart_s=0.0, is_scraped=False)
     assert found["is_well"], found
     assert found["outcomes"]["complete"] > 100

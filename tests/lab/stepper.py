@@ -210,7 +210,9 @@ class Stepper:
         if params.get("do_remote_decode"):
             said["kv_transfer_params"] = {"do_remote_prefill": True, "asynckv": self.make(request_id)}
         elif params.get("do_remote_prefill"):
-            await self.pull(request_id, params["asynckv"])  # if that failed, the prompt is computed here
+            said["pulled"] = await self.pull(
+                request_id, params["asynckv"]
+            )  # if that failed, the prompt is computed here
         return web.json_response(said)
 
     async def _health(self, _: web.Request) -> web.Response:
