@@ -418,7 +418,8 @@ def measured(tree: Path, home: Path, with_vllm: bool, names: Sequence[str] | Non
 
     A test file is measured again when it has changed, or when any other file than a test file has.
     """
-    files = [*(names or [])] or [str(path.relative_to(tree)) for path in sorted(tree.glob("tests/test_*.py"))]
+    found = [*tree.glob("tests/test_*.py"), *tree.glob("tests/lab/test_*.py")]
+    files = [*(names or [])] or [str(path.relative_to(tree)) for path in sorted(found)]
     if with_vllm and not names:
         files += [str(path.relative_to(tree)) for path in sorted(tree.glob(f"{VLLM}test_*.py"))]
     shared = [*(tree / "asynckv").rglob("*.py"), *(tree / "tests").rglob("*.py")]

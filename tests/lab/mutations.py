@@ -1,6 +1,6 @@
 """Bugs planted on purpose, one at a time: each breaks one rule of the design, and the simulation must see it.
 
-Each is said by what a rank with that bug does, as it is seen from outside: at its doors (`tests/rigged.py`). So none of
+Each is said by what a rank with that bug does, as it is seen from outside: at its doors (`rigged.py`). So none of
 them knows how the engine is made, and none is lost when that changes. The few in `INSIDE` break what cannot be seen
 from there: they replace public functions instead.
 """
@@ -46,8 +46,8 @@ from asynckv.core.wire import (
 from asynckv.errors import AsyncKVError, BlocksRetired, LocalProtocolError, NotLentYet, PullError, PullTimeout
 from asynckv.ports import AgentInfo, AgentLost, CopyMade
 from asynckv.scheduler import PrefillRanks
+from tests.lab.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
 from tests.lab.world import Process
-from tests.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
 
 Plant = Callable[[Rank], None]
 PLANTED: dict[str, Plant] = {}

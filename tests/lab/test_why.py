@@ -1,15 +1,19 @@
-"""Faults of other eyes: how looks are judged; and a rollout without a trace, with real engines."""
+"""Faults of real processes while the service runs: what is wrong is named, or said not to be known; nothing else is.
+
+Besides: how looks are judged, and a rollout without a trace.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
 from asynckv.tools.diagnose.causes import HEADING
 from tests.lab import alert_live
-from tests.lab.why_fresh import CASES
-from tests.lab.why_live import CAUSES, MISSED, OPEN, RIGHT, WAYS, WRONG, judge
+from tests.lab.why_fresh import CASES, Fresh
+from tests.lab.why_live import CAUSES, FREEZER, MISSED, OPEN, RIGHT, WAYS, WRONG, Injected, Look, examine_all, judge
 
 RANKS = {"prefill": "prefill/tp0@aaaaaaaa", "decode": "decode/tp0@bbbbbbbb", "other": "other/tp0@cccccccc"}
 
@@ -61,10 +65,71 @@ def test_cases_are_of_all_kinds_and_can_be_known() -> None:
         assert {"logs", "both"} <= case.knows
 
 
+LEFT_TO_THE_COMMAND = [
+    "the_only_decode_engine_killed",
+    "decode_killed_before_it_heard",
+    "decode_restarted_under_its_name",
+    "prefill_restarted_under_its_name",
+    "a_decode_rank_killed_after_its_announcement",
+    "decode_stopped_before_it_heard",
+    "decode_loop_blocked_until_now",
+    "prefill_loop_was_blocked",
+    "a_network_that_swallows_everything",
+    "a_network_that_is_cut_for_good",
+    "a_geometry_that_does_not_fit",
+    "blocks_that_another_pull_holds",
+    "a_queue_that_is_full",
+    "params_that_a_router_garbled",
+    "params_sent_to_two_engines",
+    "params_sent_twice",
+    "a_listeners_key_that_is_not_known",
+    "the_only_decode_engine_closed_in_order",
+    "a_decode_rank_that_never_pulls",
+    "healthy_engines_that_idle",
+    "cancelled_by_its_caller",
+    "withdrawn_by_the_prefill_side",
+]
+"""They have much in common with others, and each takes its seconds."""
+
+
 @pytest.mark.slow
 @pytest.mark.nixl
 @pytest.mark.anyio
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
+async def test_what_is_wrong_is_named_and_nothing_else() -> None:
+    assert set(LEFT_TO_THE_COMMAND) < set(CAUSES)
+    found: dict[str, list[Look]] = {}
+    may_freeze = os.access(FREEZER, os.W_OK)
+    names = [x for x in CAUSES if x not in LEFT_TO_THE_COMMAND and (may_freeze or "paused" not in x)]
+    await examine_all(Injected, names, 2, found.__setitem__)
+    wrong = [(name, x.way, x.said) for name, looks in found.items() for x in looks if x.verdict in (WRONG, MISSED)]
+    assert wrong == []
+    with_logs = {name: {x.verdict for x in looks if x.way in ("logs", "both")} for name, looks in found.items()}
+    assert [name for name, verdicts in with_logs.items() if RIGHT not in verdicts] == []
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+@pytest.mark.anyio
+@pytest.mark.timeout(150)
+async def test_schedulers_that_hang_are_named_in_each_way() -> None:
+    stuck = {
+        "decode_hangs_with_results": ("decode/tp0", "2 results not taken for "),
+        "prefill_hangs_before_it_lends": ("prefill/tp0", "2 claims not lent for "),
+    }
+    found: dict[str, list[Look]] = {}
+    await examine_all(Fresh, list(stuck), 2, found.__setitem__)
+    for name, (rank, what) in stuck.items():
+        for look in (x for x in found[name] if x.way in CASES[name].knows):
+            assert (look.verdict, look.is_named) == (RIGHT, True), look
+            assert f"scheduler_stuck: the scheduler of {rank}@" in look.said
+            assert what in look.said or look.way == "decode", look
+
+
+@pytest.mark.slow
+@pytest.mark.nixl
+@pytest.mark.anyio
+@pytest.mark.timeout(150)
 async def test_no_client_and_no_operator_notices_a_rollout() -> None:
     found = await alert_live.rollout(away_s=0.5, apart_s=0.0, is_scraped=False)
     assert found["is_well"], found

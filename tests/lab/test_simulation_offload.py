@@ -54,7 +54,7 @@ def test_without_faults_every_call_is_done() -> None:
 @pytest.mark.slow
 def test_a_seed_of_tiers_gives_the_same_run_in_any_process() -> None:
     code = (
-        "from tests.test_simulation_offload import *; import hashlib;"
+        "from tests.lab.test_simulation_offload import *; import hashlib;"
         "run = lambda seed: simulate(seed, TIER_FAULTS, make=make_tier_script).events(1 << 30);"
         "print(*(hashlib.sha256(repr(list(run(seed))).encode()).hexdigest() for seed in range(20, 23)))"
     )
