@@ -72,6 +72,14 @@ class Service:
         self.start_s = min(self.start_s or 60.0, time.monotonic() - began)
         self.ports[name] = [int(url.rpartition(":")[2]) for url in urls]
 
+    async def retire(self, name: str) -> None:
+        """Let an engine say that it is about to go, and wait until the router has nothing under way there."""
+        await self.engines[name].ask("retire")
+        url, role = f":{self.ports[name][0]}", name.partition("-")[0]
+        engine = next(x for x in self.router.engines.of(role) if x.url.endswith(url))
+        while engine.outstanding or not engine.trouble:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
     async def until_up(self) -> None:
         """Wait until the router sends requests to all engines."""
         while any(engine.trouble for role in ("prefill", "decode") for engine in self.router.engines.of(role)):  # noqa: ASYNC110
@@ -284,6 +292,7 @@ async def rollout(away_s: float, apart_s: float = APART_S, **options: Any) -> di
     """Restart every engine in order; return the alerts as well."""
     async with running(**options) as service:
         for name in NAMES:
+            await service.retire(name)
             await service.engines[name].end()
             await asyncio.sleep(max(away_s - service.start_s, 0.0))
             await service.start(name)
