@@ -133,13 +133,15 @@ PLANTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(PLANTED[name], monkeypatch)
-    assert any(violation(seed) for seed in (PLANTED[name].seed, *range(150)))
+    bug = PLANTED[name]
+    plant(bug.owner, bug.method, bug.before, bug.after, monkeypatch)
+    assert any(violation(seed) for seed in (bug.seed, *range(150)))
 
 
-def plant(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = textwrap.dedent(inspect.getsource(getattr(bug.owner, bug.method)))
-    assert source.count(bug.before) == 1, f"{bug.before!r} is not, or not once, in {bug.method}"
-    namespace = dict(vars(inspect.getmodule(bug.owner)))
-    exec(compile(source.replace(bug.before, bug.after), "planted", "exec"), namespace)
-    monkeypatch.setattr(bug.owner, bug.method, namespace[bug.method])
+def plant(owner: Any, method: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace something in the source of a method."""
+    source = textwrap.dedent(inspect.getsource(getattr(owner, method)))
+    assert source.count(before) == 1, f"{before!r} is not, or not once, in {method}"
+    namespace = dict(vars(inspect.getmodule(owner)))
+    exec(compile(source.replace(before, after), "planted", "exec"), namespace)
+    monkeypatch.setattr(owner, method, namespace[method])
