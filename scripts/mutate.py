@@ -418,9 +418,9 @@ def measured(tree: Path, home: Path, with_vllm: bool, names: Sequence[str] | Non
 
     A test file is measured again when it has changed, or when any other file than a test file has.
     """
-    files = [*(names or [])] or [str(path.relative_to(tree)) for path in sorted(tree.glob("tests/test_*.py"))]
-    if with_vllm and not names:
-        files += [str(path.relative_to(tree)) for path in sorted(tree.glob(f"{VLLM}test_*.py"))]
+    folders = ("tests/", "tests/lab/", *([VLLM] if with_vllm else []))
+    present = [path for folder in folders for path in sorted(tree.glob(f"{folder}test_*.py"))]
+    files = [*(names or [])] or [str(path.relative_to(tree)) for path in present]
     shared = [*(tree / "asynckv").rglob("*.py"), *(tree / "tests").rglob("*.py")]
     common = b"".join(path.read_bytes() for path in sorted(shared) if not path.name.startswith("test_"))
     folder = home / "reach"

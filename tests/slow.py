@@ -17,16 +17,19 @@ PATIENT = [
     str((TESTS / f"test_{name}.py").relative_to(TESTS.parent))
     for name in (
         # These only compute.
-        *("alerts", "cli_streams", "deploy", "fuzz", "geometry", "leaks_simulated", "machine"),
-        *("offload_machine", "offload_planted", "offload_soak", "simulation", "simulation_offload"),
+        *("alerts", "cli_streams", "deploy", "fuzz", "geometry", "machine", "offload_machine", "offload_planted"),
         # These have engines and processes as well, and wait for events within many seconds.
-        *("bench_compare", "bench_remote", "bench_sweep", "bench_vs_vllm", "cli", "conformance", "docs", "doctor"),
+        *("bench_compare", "bench_remote", "bench_sweep", "bench_vs_vllm", "cli", "docs", "doctor"),
         *("doctor_peer", "embed", "embed_examples", "events", "families", "inspect_ask", "leaks", "leaks_records"),
-        *("log_sink", "models", "proxy", "public_clients", "release", "simulated_logs", "timeline_real"),
+        *("log_sink", "models", "proxy", "public_clients", "release", "timeline_real"),
     )
 ]
+PATIENT += [
+    f"tests/lab/test_{name}.py"
+    for name in ("conformance", "leaks_simulated", "offload_soak", "simulated_logs", "simulation", "simulation_offload")
+]
 ALONE = [
-    f"tests/test_chaos.py::test_what_is_promised_holds_under_pressure[{name}]"
+    f"tests/lab/test_chaos.py::test_what_is_promised_holds_under_pressure[{name}]"
     for name in ("load-tcp", "isolate-tcp", "drain-tcp", "sleep-tcp", "sleep-auto")
 ]
 NOTHING_FOUND = 5

@@ -6,8 +6,6 @@ thinks of are left to `tests/test_offload_machine.py`.
 
 from __future__ import annotations
 
-import inspect
-import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +23,7 @@ from asynckv.offload.job import Jobs
 from asynckv.offload.slots import Runs, TierSlots
 from asynckv.offload.tier import Tier
 from asynckv.offload.traffic import Traffic
+from tests.lab.test_simulation_offload import plant
 from tests.test_offload_machine import play
 
 
@@ -192,10 +191,6 @@ PLANTED = {
 )
 def test_a_planted_bug_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bug = PLANTED[name]
-    source = textwrap.dedent(inspect.getsource(getattr(bug.owner, bug.method)))
-    assert source.count(bug.before) == 1, f"{bug.before!r} is not, or not once, in {bug.method}"
-    namespace = dict(vars(inspect.getmodule(bug.owner)))
-    exec(compile(source.replace(bug.before, bug.after), "planted", "exec"), namespace)
-    monkeypatch.setattr(bug.owner, bug.method, namespace[bug.method])
+    plant(bug.owner, bug.method, bug.before, bug.after, monkeypatch)
     with pytest.raises((AssertionError, AttributeError, KeyError, LocalProtocolError, ValueError)):
         bug.noticed_by()

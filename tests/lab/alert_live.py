@@ -1,11 +1,14 @@
-"""Measure the time from a fault to its alert: real engines, a router, and a real Prometheus with the deployed rules.
+"""Real services under a steady load: what alerts of a fault, and when; and healthy ones, of which nothing is noticed.
 
-Each fault has a service of its own: two prefill and two decode engines (`tests/lab/stepper.py`), `asynckv proxy`, and
-20 requests a second. `prometheus` scrapes and evaluates as deploy/prometheus/prometheus.yml says. `rollout` restarts
-all engines in order, one after the other, each away for 25 s.
+Two prefill and two decode engines (`tests/lab/stepper.py`) serve behind `asynckv proxy`. Each fault has a service of
+its own. `prometheus` scrapes it, with the rules of deploy/prometheus, and the time from the fault to its alert is
+measured. `rollout` restarts all engines in order, one after the other; `load` leaves them alone,
+beside loops that take processors away. At their end `asynckv why` is asked with all logs, and with logs and sockets:
+it has to say one line, with exit status 0, and every pull has to be complete.
 
-    python -m tests.lab.alert_live                      # all faults, and the rollout
+    python -m tests.lab.alert_live                      # all faults, the rollout, and the load
     python -m tests.lab.alert_live decode_killed
+    python -m tests.lab.alert_live load --rate 67 --seconds 300 --busy 2
 """
 
 from __future__ import annotations
@@ -13,11 +16,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import io
+import functools
 import itertools
 import json
 import shutil
 import signal
+import socket
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -31,7 +36,7 @@ from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.router import Router
 from asynckv.tools.proxy.server import log_as_json, serving
 from tests.lab.fleet import Fleet, Process
-from tests.lab.why_live import ask
+from tests.lab.why_live import run_why
 
 DEPLOY = Path(__file__).parents[2] / "deploy" / "prometheus"
 PER_S, WARM_S, PATIENCE_S = 20.0, 22.0, 75.0
@@ -42,12 +47,15 @@ NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 class Service:
     """Engines, a router, a load and a Prometheus."""
 
-    def __init__(self, folder: Path, fleet: Fleet) -> None:
-        self.folder, self.fleet = folder, fleet
+    router: Router
+
+    def __init__(self, folder: Path, fleet: Fleet, rate: float) -> None:
+        self.folder, self.fleet, self.rate = folder, fleet, rate
         self.engines: dict[str, Process] = {}
         self.ports: dict[str, list[int]] = {}
         self.start_s = 0.0  # how long a start took at least
-        self.answers, self.is_loaded = Counter[int](), True
+        self.outcomes, self.is_loaded = Counter[str](), True
+        self.under_way, self.slowest_s = 0, 0.0
         self.fired: dict[str, float] = {}
         self._ids = itertools.count()
 
@@ -64,6 +72,19 @@ class Service:
         self.start_s = min(self.start_s or 60.0, time.monotonic() - began)
         self.ports[name] = [int(url.rpartition(":")[2]) for url in urls]
 
+    async def retire(self, name: str) -> None:
+        """Let an engine say that it is about to go, and wait until the router has nothing under way there."""
+        await self.engines[name].ask("retire")
+        url, role = f":{self.ports[name][0]}", name.partition("-")[0]
+        engine = next(x for x in self.router.engines.of(role) if x.url.endswith(url))
+        while engine.outstanding or not engine.trouble:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    async def until_up(self) -> None:
+        """Wait until the router sends requests to all engines."""
+        while any(engine.trouble for role in ("prefill", "decode") for engine in self.router.engines.of(role)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
     def urls(self, role: str) -> list[str]:
         return [f"http://127.0.0.1:{port}" for name, (port, _) in self.ports.items() if name.startswith(role)]
 
@@ -78,18 +99,36 @@ class Service:
         ):
 
             async def one() -> None:
-                body = {"prompt": "a", "max_tokens": 1}
+                body, began = {"prompt": "a", "max_tokens": 1}, time.monotonic()
                 try:
                     async with session.post(f"{router}/v1/completions", json=body) as answer:
-                        await answer.read()
-                        self.answers[answer.status] += 1
-                except (aiohttp.ClientError, TimeoutError):
-                    self.answers[0] += 1
+                        said = await answer.json(content_type=None)
+                        self.outcomes[said.get("pulled", str(answer.status))] += 1
+                except (aiohttp.ClientError, TimeoutError, ValueError) as exc:
+                    self.outcomes[repr(exc)] += 1
+                self.under_way, self.slowest_s = self.under_way - 1, max(self.slowest_s, time.monotonic() - began)
 
-            while True:
+            began = time.monotonic()
+            for number in itertools.count():
+                await asyncio.sleep(began + number / self.rate - time.monotonic())
                 if self.is_loaded:
+                    self.under_way += 1
                     all_.create_task(one())
-                await asyncio.sleep(1 / PER_S)
+
+    async def judge(self) -> dict[str, Any]:
+        """End the load, and ask with all logs, and with logs and sockets."""
+        self.is_loaded = False
+        while self.under_way:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        logs = [str(x) for x in sorted((self.folder / "logs").glob("*.jsonl*"))]
+        told: dict[str, Any] = {"outcomes": dict(self.outcomes), "slowest_s": round(self.slowest_s, 3)}
+        for way, sources in (("logs", logs), ("both", [str(self.folder / "logs")])):
+            status, _ = await run_why(sources, self.folder / f"{way}.json")
+            told[way] = {"status": status, "lines": (self.folder / f"{way}.txt").read_text().splitlines()}
+        told["is_well"] = set(self.outcomes) == {"complete"} and all(
+            told[way]["status"] == 0 and len(told[way]["lines"]) == 1 for way in ("logs", "both")
+        )
+        return told
 
     async def watch_alerts(self, prometheus: str) -> None:
         async with aiohttp.ClientSession() as session:
@@ -111,34 +150,47 @@ def configuration(service: Service, router: str) -> str:
 
 
 @contextlib.asynccontextmanager
-async def running() -> AsyncIterator[Service]:
+async def prometheus(service: Service, router: str) -> AsyncIterator[str]:
+    """Run a Prometheus, and yield its URL."""
     program = shutil.which("prometheus")
     assert program is not None, "prometheus is not installed: apt-get install prometheus"
+    folder, url = service.folder, f"127.0.0.1:{free_port()}"
+    shutil.copy(DEPLOY / "alerts.yml", folder)
+    (folder / "prometheus.yml").write_text(configuration(service, router))
+    options = (f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data")
+    with (folder / "prometheus.log").open("wb") as log:
+        argv = (program, *options, f"--web.listen-address={url}")
+        process = await asyncio.create_subprocess_exec(*argv, stdout=log, stderr=log)
+    try:
+        yield f"http://{url}"
+    finally:
+        process.terminate()
+        await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def running(rate: float = PER_S, *, is_scraped: bool = True, keep: Path | None = None) -> AsyncIterator[Service]:
+    """Run a service under load, with a Prometheus if it `is_scraped`; its files are left where they are to be kept."""
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="alert-")))
-        service = Service(folder, await stack.enter_async_context(Fleet()))
+        if keep is not None:
+            ignored = shutil.ignore_patterns("*.sock", "data")
+            stack.callback(shutil.copytree, folder, keep, dirs_exist_ok=True, ignore=ignored)
+        service = Service(folder, await stack.enter_async_context(Fleet()), rate)
         await asyncio.gather(*map(service.start, NAMES))
-        router = Router(service.urls("prefill"), service.urls("decode"), Limits(drain_s=1.0))
+        service.router = router = Router(service.urls("prefill"), service.urls("decode"), Limits(drain_s=1.0))
         url = await stack.enter_async_context(serving(router.app(), "127.0.0.1", 0, 2.0))
-        shutil.copy(DEPLOY / "alerts.yml", folder)
-        (folder / "prometheus.yml").write_text(configuration(service, url))
-        where = f"--web.listen-address=127.0.0.1:{free_port()}"
-        options = (f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data", where)
-        with (folder / "prometheus.log").open("wb") as log:
-            prometheus = await asyncio.create_subprocess_exec(program, *options, stdout=log, stderr=log)
-        tasks = [
-            asyncio.create_task(service.send_requests(url)),
-            asyncio.create_task(service.watch_alerts("http://" + where.partition("=")[2])),
-        ]
+        tasks = [asyncio.create_task(service.send_requests(url))]
+        if is_scraped:
+            watched = await stack.enter_async_context(prometheus(service, url))
+            tasks.append(asyncio.create_task(service.watch_alerts(watched)))
         try:
-            await asyncio.sleep(WARM_S)
+            await asyncio.sleep(WARM_S if is_scraped else 1.0)
             yield service
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            prometheus.terminate()
-            await prometheus.wait()
             for engine in service.engines.values():
                 if not engine.is_lost:
                     with contextlib.suppress(ProcessLookupError):
@@ -146,7 +198,6 @@ async def running() -> AsyncIterator[Service]:
 
 
 def free_port() -> int:
-    import socket
 
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -237,27 +288,52 @@ async def measure(name: str) -> dict[str, Any]:
         return {"fault": name, "alerts": found, "before the fault": early}
 
 
-async def rollout() -> dict[str, Any]:
-    """Restart every engine in order. Return the alerts, the statuses of all answers, and what `asynckv why` finds."""
-    async with running() as service:
+async def rollout(away_s: float, apart_s: float = APART_S, **options: Any) -> dict[str, Any]:
+    """Restart every engine in order; return the alerts as well."""
+    async with running(**options) as service:
         for name in NAMES:
+            await service.retire(name)
             await service.engines[name].end()
-            await asyncio.sleep(max(AWAY_S - service.start_s, 0.0))
+            await asyncio.sleep(max(away_s - service.start_s, 0.0))
             await service.start(name)
-            await asyncio.sleep(APART_S)
-        with contextlib.redirect_stdout(io.StringIO()):
-            _, found = await asyncio.to_thread(ask, [str(service.folder / "logs")], service.folder / "why.json")
-        said = [x["what"] for x in found["findings"]]
-        return {"rollout": len(NAMES), "alerts": sorted(service.fired), "answers": dict(service.answers), "why": said}
+            await asyncio.sleep(apart_s)
+            await service.until_up()
+        return {"rollout": len(NAMES), "alerts": sorted(service.fired), **await service.judge()}
+
+
+async def load(rate: float, seconds: float, busy: int, **options: Any) -> dict[str, Any]:
+    """Serve for a while, beside loops that take processors away."""
+    loops = [await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass") for _ in range(busy)]
+    try:
+        async with running(rate, is_scraped=False, **options) as service:
+            await asyncio.sleep(seconds)
+            return {"load": rate, **await service.judge()}
+    finally:
+        for each in loops:
+            each.kill()
+            await each.wait()
 
 
 def main() -> None:
+    """Run services, print a line of JSON for each, and fail if a healthy one was not well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(FAULTS)}, rollout; all if left out")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(FAULTS)}, rollout, load; all if left out")
+    parser.add_argument("--away-s", type=float, default=AWAY_S, metavar="S", help="without an engine (default: 25)")
+    parser.add_argument("--rate", type=float, default=PER_S, metavar="N", help="requests per second of load")
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of load (default: 30)")
+    parser.add_argument("--busy", type=int, default=2, metavar="N", help="loops beside the load (default: 2)")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and answers of rollout and load there")
+    given, is_well = parser.parse_args(), True
     log_as_json()
-    for name in parser.parse_args().names or [*FAULTS, "rollout"]:
-        found = asyncio.run(rollout() if name == "rollout" else measure(name))
+    for name in given.names or [*FAULTS, "rollout", "load"]:
+        work = {
+            "rollout": lambda: rollout(given.away_s, keep=given.keep),
+            "load": lambda: load(given.rate, given.seconds, given.busy, keep=given.keep),
+        }.get(name, functools.partial(measure, name))
+        found = asyncio.run(work())
+        is_well &= found.get("is_well", True)
         print(json.dumps(found), flush=True)
+    sys.exit(not is_well)
 
 
 if __name__ == "__main__":

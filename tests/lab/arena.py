@@ -239,7 +239,7 @@ class Side:
         """Wait until nothing is owed and held, as long as asked to; then audit and tell."""
         deadline, blocks = time.monotonic() + wait_s, self.blocks
         while True:
-            left = self._left()
+            left = self._owed()
             if not left or time.monotonic() >= deadline:
                 break
             await asyncio.sleep(0.01)  # no event announces a change of a gauge
@@ -260,7 +260,7 @@ class Side:
         counters = dict(statistics.counters) | dict(self.counts)
         return {"left": left, "counters": counters, "integrity": integrity, "stray": blocks.stray, "usage": used}
 
-    def _left(self) -> dict[str, int]:
+    def _owed(self) -> dict[str, int]:
         """Return what is owed or held."""
         gauges = self.engine.statistics().gauges | {"taken": self.blocks.num_taken}
         return {k: v for k in (*BUSY, "taken") if (v := gauges[k])}

@@ -227,35 +227,27 @@ class Hostile:
         pull, source = rng.choice(open_sources)
         key, pull_id, nonce = pull.params.key, pull.pull_id, rng.getrandbits(48) + 1
         other = f"{rng.getrandbits(128):032x}"
-        known = next(iter(source.nonces), nonce)
+        known, (at, start) = next(iter(source.nonces), nonce), (source.address, source.rank.place[1])
         lies: list[tuple[Address, str, Message]] = [
-            (source.address, source.rank.place[1], Granted(key, pull_id, nonce, 1e5, 1e5)),
-            (source.address, source.rank.place[1], NotYet(key, pull_id, nonce)),
-            (
-                source.address,
-                source.rank.place[1],
-                Refused(key, pull_id, nonce, rng.choice((Reason.EXPIRED, Reason.RESTARTED))),
-            ),
-            (source.address, source.rank.place[1], Unwelcome(nonce, Reason.RESTARTED, "")),
-            (
-                source.address,
-                source.rank.place[1],
-                Granted(msgspec.structs.replace(key, token=other), pull_id, known, 1e5, 1e5),
-            ),
-            (source.address, other, Granted(key, pull_id, known, 1e5, 1e5)),
-            (source.address, other, Ack(key, pull_id)),
-            (source.address, other, Goodbye()),
-            (NOWHERE, source.rank.place[1], Granted(key, pull_id, known, 1e5, 1e5)),
-            (NOWHERE, source.rank.place[1], Refused(key, pull_id, known, Reason.REVOKED)),
-            (NOWHERE, source.rank.place[1], Ack(key, pull_id)),
-            (NOWHERE, source.rank.place[1], Goodbye()),
+            (at, start, Granted(key, pull_id, nonce, 1e5, 1e5)),
+            (at, start, NotYet(key, pull_id, nonce)),
+            (at, start, Refused(key, pull_id, nonce, rng.choice((Reason.EXPIRED, Reason.RESTARTED)))),
+            (at, start, Unwelcome(nonce, Reason.RESTARTED, "")),
+            (at, start, Granted(msgspec.structs.replace(key, token=other), pull_id, known, 1e5, 1e5)),
+            (at, other, Granted(key, pull_id, known, 1e5, 1e5)),
+            (at, other, Ack(key, pull_id)),
+            (at, other, Goodbye()),
+            (NOWHERE, start, Granted(key, pull_id, known, 1e5, 1e5)),
+            (NOWHERE, start, Refused(key, pull_id, known, Reason.REVOKED)),
+            (NOWHERE, start, Ack(key, pull_id)),
+            (NOWHERE, start, Goodbye()),
         ]
         lies = rng.sample(lies, len(lies))
         for reason in sorted(set(Reason) - REFUSED):
             # Even the rank itself cannot say this: it is the reader's own to find out.
             own = Refused(key, pull_id, known, Reason.EXPIRED)
             msgspec.structs.force_setattr(own, "reason", reason)
-            lies.append((source.address, source.rank.place[1], own))
+            lies.append((at, start, own))
             self.world.counts[f"hostile.malformed.{self.process.name}"] += 1
         for address, sender, lie in lies:
             self.world.counts["hostile.lied"] += 1

@@ -160,11 +160,11 @@ class Side(workers.Side):
         if len(self.errors) < 20:
             self.errors.append(text[:500])
 
-    def _left(self) -> dict[str, int]:
+    def _owed(self) -> dict[str, int]:
         statistics = self.engine.statistics()
         handles = {k: statistics.counters[f"data.{k}"] for k in ("running", "in_doubt", "unreleased")}
         gauges = {k: v for k, v in statistics.gauges.items() if k != "peers"}
-        return super()._left() | {k: v for k, v in (gauges | handles | {"tasks": len(self.tasks)}).items() if v}
+        return super()._owed() | {k: v for k, v in (gauges | handles | {"tasks": len(self.tasks)}).items() if v}
 
     def report(self) -> dict[str, Any]:
         """Tell what has become of all requests, as this rank sees it."""
@@ -252,7 +252,7 @@ class Side(workers.Side):
         try:
             await asyncio.wait_for(self.moved.wait(), QUIET_S)
         except TimeoutError:
-            raise RuntimeError(f"no request ended for {QUIET_S:g} s: {self._left()}") from None
+            raise RuntimeError(f"no request ended for {QUIET_S:g} s: {self._owed()}") from None
 
     async def _one(self, it: Request, params: dict[str, Any]) -> None:
         if (wait := self.paused_until - time.monotonic()) > 0:

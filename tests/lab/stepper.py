@@ -151,6 +151,7 @@ class Stepper:
         self.thread = EngineThread(config, memory(1)[0])
         self._endpoint = MetricsEndpoint(Metrics(self.thread), port=metrics_port)
         self._scheduler, self._blocks = Scheduler(self.thread, step_s), itertools.cycle(range(BLOCKS))
+        self._is_ready = True
         app = web.Application(middlewares=[errors_as_json])
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/health", self._health)
@@ -177,6 +178,10 @@ class Stepper:
     def addresses(self) -> list[str]:
         """Tell where it serves, and where its metrics are."""
         return [self.url, self._endpoint.url]
+
+    def retire(self) -> None:
+        """Say that no requests are to be sent here any more, as a pod does that is about to go."""
+        self._is_ready = False
 
     def hang(self) -> None:
         """Have the scheduler make no further step."""
@@ -210,8 +215,10 @@ class Stepper:
         if params.get("do_remote_decode"):
             said["kv_transfer_params"] = {"do_remote_prefill": True, "asynckv": self.make(request_id)}
         elif params.get("do_remote_prefill"):
-            await self.pull(request_id, params["asynckv"])  # if that failed, the prompt is computed here
+            said["pulled"] = await self.pull(
+                request_id, params["asynckv"]
+            )  # if that failed, the prompt is computed here
         return web.json_response(said)
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.json_response({"status": "ok"})
+        return web.json_response({}, status=200 if self._is_ready else 503)

@@ -1,6 +1,6 @@
 """Bugs planted on purpose, one at a time: each breaks one rule of the design, and the simulation must see it.
 
-Each is said by what a rank with that bug does, as it is seen from outside: at its doors (`tests/rigged.py`). So none of
+Each is said by what a rank with that bug does, as it is seen from outside: at its doors (`rigged.py`). So none of
 them knows how the engine is made, and none is lost when that changes. The few in `INSIDE` break what cannot be seen
 from there: they replace public functions instead.
 """
@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from asynckv.config import PullConfig
 from asynckv.core.copies import Copies
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import WHEN, Lease, LeaseState
@@ -46,8 +47,8 @@ from asynckv.core.wire import (
 from asynckv.errors import AsyncKVError, BlocksRetired, LocalProtocolError, NotLentYet, PullError, PullTimeout
 from asynckv.ports import AgentInfo, AgentLost, CopyMade
 from asynckv.scheduler import PrefillRanks
+from tests.lab.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
 from tests.lab.world import Process
-from tests.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
 
 Plant = Callable[[Rank], None]
 PLANTED: dict[str, Plant] = {}
@@ -67,9 +68,12 @@ def planted(plant: Plant) -> Plant:
     return plant
 
 
-def inside(name: str) -> Callable[[Callable[[pytest.MonkeyPatch], None]], None]:
+def inside(name: str = "") -> Callable[[Callable[[pytest.MonkeyPatch], None]], None]:
+    """Register a bug that no door shows, or what a planted one needs besides."""
+
     def add(patch: Callable[[pytest.MonkeyPatch], None]) -> None:
-        INSIDE[name] = patch
+        INSIDE[name or patch.__name__] = patch
+        PLANTED.setdefault(name or patch.__name__, lambda rank: None)
 
     return add
 
@@ -235,6 +239,33 @@ def retrying(rank: Rank, *, is_patient: bool = True) -> None:
     rewording(rank, reword)
 
 
+# -- the configuration -------------------------------------------------------------------------------------------------
+
+CONFIGURED: Mapping[str, Callable[[PullConfig], PullConfig]] = {
+    # A call that waits for blocks that never come back waits for ever.
+    "blocks_are_never_retired": lambda pull: replace(pull, held_s=LONG),
+    "no_pause_between_handshakes": lambda pull: replace(pull, backoff_s=1e-6, max_backoff_s=1e-6),
+    # A rank that does not answer is asked each tenth of a second.
+    "hellos_are_repeated_without_patience": lambda pull: replace(pull, hello_retry_s=0.1 / 8),
+    # A peer with a full window keeps all others from posting.
+    "one_window_for_all_peers": lambda pull: replace(pull, total_bytes=pull.window_bytes),
+    # Whatever may be read is posted at once.
+    "bytes_in_flight_are_not_counted": lambda pull: replace(pull, window_bytes=1 << 40, total_bytes=1 << 40),
+    # The budget is not looked at.
+    "more_read_than_are_admitted": lambda pull: replace(pull, window_requests=100, total_requests=100),
+    # A pull that waits for one peer waits before all others.
+    "one_queue_for_all": lambda pull: replace(pull, total_requests=pull.window_requests),
+}
+"""Bugs of a reader that are another configuration than the one that the service is judged by."""
+
+
+def configured(change: Callable[[PullConfig], PullConfig], rank: Rank) -> None:
+    rank.pull_config = change
+
+
+PLANTED |= {name: partial(configured, change) for name, change in CONFIGURED.items()}
+
+
 # -- the lease ---------------------------------------------------------------------------------------------------------
 
 
@@ -309,33 +340,21 @@ def lapsing_early(patch: pytest.MonkeyPatch, early_s: float) -> None:
         patch.setattr(Lease, name, late)
 
 
-@planted
-def grants_lapse_early(rank: Rank) -> None:
+@inside()
+def grants_lapse_early(patch: pytest.MonkeyPatch) -> None:
     """An owner that hears something in the last 50 milliseconds of a grant takes it for lapsed."""
-
-
-@inside("grants_lapse_early")
-def _(patch: pytest.MonkeyPatch) -> None:
     lapsing_early(patch, EARLY_S)
 
 
-@planted
-def grants_lapse_a_moment_early(rank: Rank) -> None:
+@inside()
+def grants_lapse_a_moment_early(patch: pytest.MonkeyPatch) -> None:
     """The same in the last 3 milliseconds: most of these are the margin that its readers leave."""
-
-
-@inside("grants_lapse_a_moment_early")
-def _(patch: pytest.MonkeyPatch) -> None:
     lapsing_early(patch, 0.003)
 
 
-@planted
-def grants_are_believed_late(rank: Rank) -> None:
+@inside()
+def grants_are_believed_late(patch: pytest.MonkeyPatch) -> None:
     """A reader believes what landed up to 50 milliseconds after its promise had run out."""
-
-
-@inside("grants_are_believed_late")
-def _(patch: pytest.MonkeyPatch) -> None:
     honest = Source.prove
 
     def prove(self: Source) -> None:
@@ -457,26 +476,19 @@ def any_cohort_may_read(rank: Rank) -> None:
         return said.but(cohort=next(iter(known.values())))
 
 
-@planted
-def whoever_has_not_spoken_up_is_not_owed(rank: Rank) -> None:
+@inside()
+def whoever_has_not_spoken_up_is_not_owed(patch: pytest.MonkeyPatch) -> None:
     """A lease that was lent to several decode engines ends when those have released that it has heard of."""
 
-
-@inside("whoever_has_not_spoken_up_is_not_owed")
-def _(patch: pytest.MonkeyPatch) -> None:
     def all_known_have_released(lease: Lease, now: float) -> bool:
         return bool(lease.cohorts) and not (lease.grants or any(lease.owing()))
 
     patch.setitem(WHEN, LeaseState.LENT, {all_known_have_released: LeaseState.RELEASED, **WHEN[LeaseState.LENT]})
 
 
-@planted
-def one_lost_reader_ends_a_lease(rank: Rank) -> None:
+@inside()
+def one_lost_reader_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
     """A lease ends early when one of several owed readers is gone."""
-
-
-@inside("one_lost_reader_ends_a_lease")
-def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Lease, "is_forsaken", lambda lease: not lease.grants and bool(lease.gone))
 
 
@@ -792,12 +804,6 @@ def closing_returns_blocks_too_soon(rank: Rank) -> None:
 
 
 @planted
-def blocks_are_never_retired(rank: Rank) -> None:
-    """A call that waits for blocks that never come back waits for ever."""
-    rank.pull_config = lambda pull: replace(pull, held_s=LONG)
-
-
-@planted
 def retries_do_not_wait_for_their_blocks(rank: Rank) -> None:
     """The next attempt begins while the last one may still write."""
     retrying(rank, is_patient=False)
@@ -1082,13 +1088,9 @@ def copies_are_packed_backwards(rank: Rank) -> None:
         return said.but(recipe=msgspec.structs.replace(recipe, boxes=boxes))
 
 
-@planted
-def copies_stay_after_their_grants(rank: Rank) -> None:
+@inside()
+def copies_stay_after_their_grants(patch: pytest.MonkeyPatch) -> None:
     """Packed copies keep their slots when their request is over."""
-
-
-@inside("copies_stay_after_their_grants")
-def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Copies, "settle", lambda self, lease: None)
 
 
@@ -1147,17 +1149,6 @@ def one_handshake_at_a_time(rank: Rank) -> None:
         if busy and busy[0][0] == said.other:
             rank.process.loop.call_soon(end, busy[0])
         return said
-
-
-@planted
-def no_pause_between_handshakes(rank: Rank) -> None:
-    rank.pull_config = lambda pull: replace(pull, backoff_s=1e-6, max_backoff_s=1e-6)
-
-
-@planted
-def hellos_are_repeated_without_patience(rank: Rank) -> None:
-    """A rank that does not answer is asked each tenth of a second."""
-    rank.pull_config = lambda pull: replace(pull, hello_retry_s=0.1 / 8)
 
 
 @planted
@@ -1372,12 +1363,6 @@ def old_references_are_served_after_sleep(rank: Rank) -> None:
 
 
 @planted
-def one_window_for_all_peers(rank: Rank) -> None:
-    """A peer with a full window keeps all others from posting."""
-    rank.pull_config = lambda pull: replace(pull, total_bytes=pull.window_bytes)
-
-
-@planted
 def a_place_is_never_given_back(rank: Rank) -> None:
     """A pull that fails or is cancelled counts for ever."""
     failed: dict[str, int] = defaultdict(int)
@@ -1395,24 +1380,6 @@ def a_place_is_never_given_back(rank: Rank) -> None:
             raise
 
     rank.engine.pull = pull
-
-
-@planted
-def bytes_in_flight_are_not_counted(rank: Rank) -> None:
-    """Whatever may be read is posted at once."""
-    rank.pull_config = lambda pull: replace(pull, window_bytes=1 << 40, total_bytes=1 << 40)
-
-
-@planted
-def more_read_than_are_admitted(rank: Rank) -> None:
-    """The budget is not looked at."""
-    rank.pull_config = lambda pull: replace(pull, window_requests=100, total_requests=100)
-
-
-@planted
-def one_queue_for_all(rank: Rank) -> None:
-    """A pull that waits for one peer waits before all others."""
-    rank.pull_config = lambda pull: replace(pull, total_requests=pull.window_requests)
 
 
 @planted
@@ -1606,13 +1573,9 @@ def gaps_are_closed_by_forgetting_what_was_lent(rank: Rank) -> None:
     lending_again(rank, is_forgotten)
 
 
-@planted
-def gaps_are_kept_without_end(rank: Rank) -> None:
+@inside()
+def gaps_are_kept_without_end(patch: pytest.MonkeyPatch) -> None:
     """Requests that are never lent take memory for ever."""
-
-
-@inside("gaps_are_kept_without_end")
-def _(patch: pytest.MonkeyPatch) -> None:
     honest = SpentKeys.__init__
     patch.setattr(SpentKeys, "__init__", lambda self, *args: honest(self, 1 << 60))
 

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tests.lab import simulation
+from tests.lab.mutations import PLANTED, doors
+from tests.lab.rigged import Rank, Rigged
 from tests.lab.simulate import main as simulate_main
 from tests.lab.simulation import FAULTS, Fault, make_script, minimise, play, simulate, simulate_many
-from tests.mutations import PLANTED, doors
-from tests.rigged import Rank, Rigged
 
 
 def test_hundreds_of_services_keep_every_promise() -> None:
@@ -74,7 +74,7 @@ def digest(seed: int) -> str:
 
 @pytest.mark.slow
 def test_a_seed_gives_the_same_run_in_any_process() -> None:
-    code = "from tests.test_simulation import digest; print(*map(digest, range(10)))"
+    code = "from tests.lab.test_simulation import digest; print(*map(digest, range(10)))"
     runs = [
         subprocess.run(
             [sys.executable, "-c", code],
@@ -153,7 +153,7 @@ SEEN = {
 }
 """The first seeds that were seen to catch a bug, of those in 4 ... 150: they are tried first, which saves time.
 
-What changes the order of events makes them stale, which costs time and nothing else: `python -m tests.first_seeds`.
+What changes the order of events makes them stale, which costs time and nothing else: `python -m tests.lab.first_seeds`.
 """
 
 SLOW = {

@@ -54,7 +54,7 @@ def test_without_faults_every_call_is_done() -> None:
 @pytest.mark.slow
 def test_a_seed_of_tiers_gives_the_same_run_in_any_process() -> None:
     code = (
-        "from tests.test_simulation_offload import *; import hashlib;"
+        "from tests.lab.test_simulation_offload import *; import hashlib;"
         "run = lambda seed: simulate(seed, TIER_FAULTS, make=make_tier_script).events(1 << 30);"
         "print(*(hashlib.sha256(repr(list(run(seed))).encode()).hexdigest() for seed in range(20, 23)))"
     )
@@ -133,13 +133,15 @@ PLANTED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_planted_bug_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(PLANTED[name], monkeypatch)
-    assert any(violation(seed) for seed in (PLANTED[name].seed, *range(150)))
+    bug = PLANTED[name]
+    plant(bug.owner, bug.method, bug.before, bug.after, monkeypatch)
+    assert any(violation(seed) for seed in (bug.seed, *range(150)))
 
 
-def plant(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = textwrap.dedent(inspect.getsource(getattr(bug.owner, bug.method)))
-    assert source.count(bug.before) == 1, f"{bug.before!r} is not, or not once, in {bug.method}"
-    namespace = dict(vars(inspect.getmodule(bug.owner)))
-    exec(compile(source.replace(bug.before, bug.after), "planted", "exec"), namespace)
-    monkeypatch.setattr(bug.owner, bug.method, namespace[bug.method])
+def plant(owner: Any, method: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace something in the source of a method."""
+    source = textwrap.dedent(inspect.getsource(getattr(owner, method)))
+    assert source.count(before) == 1, f"{before!r} is not, or not once, in {method}"
+    namespace = dict(vars(inspect.getmodule(owner)))
+    exec(compile(source.replace(before, after), "planted", "exec"), namespace)
+    monkeypatch.setattr(owner, method, namespace[method])

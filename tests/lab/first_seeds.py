@@ -1,4 +1,4 @@
-"""Which seed catches a planted bug first: `python -m tests.first_seeds`, for `SEEN` in tests/test_simulation.py.
+"""Which seed catches a planted bug first: `python -m tests.lab.first_seeds`, for `SEEN` in `test_simulation.py`.
 
 Seeds that were seen to catch a bug are tried first. A change of the order of events makes them stale; then tests search
 for another one and take longer, and this finds it once. It prints bugs with a new seed, and those with no small one.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.lab.mutations import PLANTED, doors
 from tests.lab.simulation import simulate
-from tests.mutations import PLANTED, doors
-from tests.test_simulation import SEEN, SLOW
+from tests.lab.test_simulation import SEEN, SLOW
 
 
 def first(name: str, known: int) -> int:

@@ -90,7 +90,7 @@ def is_running(pid: int) -> bool:
 
 
 async def start(fleet: Fleet, name: str = "one", **setup: Any) -> Process:
-    return await fleet.start(name, "tests.test_fleet:Side", **setup)
+    return await fleet.start(name, "tests.lab.test_fleet:Side", **setup)
 
 
 async def test_what_is_asked_is_answered_in_whatever_order() -> None:
@@ -123,7 +123,7 @@ async def test_what_fails_says_so_and_the_process_goes_on() -> None:
 async def test_who_is_asked_and_dies_is_lost_and_who_watches_is_told_first() -> None:
     told: list[str] = []
     async with Fleet() as fleet:
-        one = await fleet.start("one", "tests.test_fleet:Side", on_abort=told.append)
+        one = await fleet.start("one", "tests.lab.test_fleet:Side", on_abort=told.append)
         with pytest.raises(Lost, match=r"one \(process \d+\) exited with status 3"):
             await one.ask("die", status=3)
         assert told == ["one ended by itself, status 3"]
@@ -176,7 +176,7 @@ async def test_nobody_outlives_a_fleet() -> None:
 async def test_processes_end_with_their_driver(tmp_path: Path) -> None:
     code = (
         "import asyncio, os, signal\n"
-        "from tests.test_fleet import Fleet, start\n"
+        "from tests.lab.test_fleet import Fleet, start\n"
         "async def main():\n"
         "    async with Fleet() as fleet:\n"
         "        one = await start(fleet)\n"
