@@ -505,7 +505,13 @@ def test_a_paused_scheduler_announces_all_the_same() -> None:
 # -- ends, at every stage -----------------------------------------------------------------------------
 
 
-ABORTED = {"arrived": [], "queued": [()], "loading": [()], "loaded": [(), "a"], "computing": [(), "a", ()]}
+ABORTED: dict[str, list[Sequence[str]]] = {
+    "arrived": [],
+    "queued": [()],
+    "loading": [()],
+    "loaded": [(), "a"],
+    "computing": [(), "a", ()],
+}
 """Stages of a request, and the loads that the steps until then report."""
 
 
