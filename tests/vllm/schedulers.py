@@ -302,8 +302,18 @@ class Side:
     def prefill(self, request_id: str, prompt: Sequence[int] | None, **fields: Any) -> Any:
         """Prefill a prompt for another engine, and return what comes out; its blocks stay lent."""
         self.add(request_id, prompt, {"do_remote_decode": True}, **fields)
+        return self.ended(request_id).params.get(request_id)
+
+    def read(self, request_id: str, *given: Any, **fields: Any) -> Request:
+        """Take a request, and have its blocks loaded."""
+        request = self.add(request_id, *given, **fields)
+        self.step()
+        self.step(loaded=[request_id])
+        return request
+
+    def ended(self, request_id: str) -> Told:
+        """Make steps until a request has ended."""
         for _ in range(1000):
-            told = self.step()
-            if request_id in told.reasons:
-                return told.params.get(request_id)
+            if request_id in (told := self.step()).reasons:
+                return told
         raise AssertionError("it never ends")
