@@ -340,8 +340,11 @@ def vllm(tree: Path) -> tuple[Path, dict[str, str]]:
     tox.read(tree / "tox.ini")
     folder = Path(sys.prefix).parent
     words = {"work_dir": str(folder), "tox_root": str(tree), ":": ":"}
-    lines = re.sub(r"{(work_dir|tox_root|:)}", lambda m: words[m[1]], tox["testenv:vllm"]["set_env"]).split("\n")
-    return folder / "vllm/bin/python", dict(line.split(" = ") for line in lines if line)
+    (section,) = (name for name in tox if name.startswith("testenv:vllm"))
+    lines = re.sub(r"{(work_dir|tox_root|:)}", lambda m: words[m[1]], tox[section]["set_env"]).split("\n")
+    # Lines that begin with a factor are of one version: the newest is the one that is not named.
+    named = [line.removeprefix("!0.32: ") for line in lines if line and not line.startswith("0.32: ")]
+    return folder / "vllm/bin/python", dict(line.split(" = ") for line in named)
 
 
 def _violations(services: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts import mutate, tests_of
-from scripts.mutate import ROOT, Mutant, Reach, mutants
+from scripts.mutate import ROOT, Mutant, Reach, mutants, vllm
 from scripts.tests_of import RECORD, kept, known_tests
 
 SOURCE = '''
@@ -185,3 +185,10 @@ def test_it_lists_and_explains_itself() -> None:
     assert json.loads(listed.stdout)["files"].keys() == {"asynckv/geometry/strides.py"}
     helped = subprocess.run([*ask, "--help"], cwd=ROOT, check=True, capture_output=True, text=True)
     assert "A survivor needs your judgement" in helped.stdout
+
+
+def test_the_variables_of_vllms_environment_are_those_of_its_newest_version() -> None:
+    _, variables = vllm(ROOT)
+    assert variables["PYTHONPATH"].startswith(f"{ROOT}:")
+    assert variables["PYTHONPATH"].endswith("/vllm-source/vllm-0.33.0")
+    assert variables["VLLM_TARGET_DEVICE"] == "cpu"

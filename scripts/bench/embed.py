@@ -44,6 +44,7 @@ from asynckv import (
 from asynckv.core.types import Endpoint
 from asynckv.tools.bench import garbage
 from asynckv.tools.bench.memory import Pool
+from asynckv.tools.bench.report import quantiles
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
@@ -258,18 +259,12 @@ WAYS: dict[str, Callable[[EngineConfig, Pool, Sequence[Sequence[Order]], Callabl
 
 def figures(run: Run, case: Case, alone_s: float) -> dict[str, float]:
     """Summarise a run in milliseconds."""
-    latency = sorted(run.latency_s) or [0.0]
-    calls, cpu, asked = (sorted(every[: case.steps]) for every in (run.call_s, run.call_cpu_s, run.step_s))
-    return {
-        "call_p50_ms": round(1e3 * statistics.median(calls), 4),
-        "call_max_ms": round(1e3 * calls[-1], 3),
-        "call_cpu_max_ms": round(1e3 * cpu[-1], 3),
-        "longer_ms": round(1e3 * (statistics.median(asked) - alone_s), 3),
-        "latency_p50_ms": round(1e3 * statistics.median(latency), 2),
-        "latency_p99_ms": round(1e3 * latency[len(latency) * 99 // 100], 2),
-        "requests_per_s": round(len(run.latency_s) / sum(run.step_s), 1),
-        "steps": len(run.step_s),
-    }
+    calls, cpu, asked = (every[: case.steps] for every in (run.call_s, run.call_cpu_s, run.step_s))
+    found = quantiles(calls, call_p50_ms=0.5, call_max_ms=1.0) | quantiles(cpu, call_cpu_max_ms=1.0)
+    found |= quantiles(run.latency_s, latency_p50_ms=0.5, latency_p99_ms=0.99)
+    found["longer_ms"] = statistics.median(asked) - alone_s
+    told = {name: round(1e3 * seconds, 4) for name, seconds in found.items()}
+    return told | {"requests_per_s": round(len(run.latency_s) / sum(run.step_s), 1), "steps": len(run.step_s)}
 
 
 async def measure(name: str, rounds: int) -> dict[str, Any]:

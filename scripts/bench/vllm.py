@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import platform
 import random
 import signal
 import statistics
@@ -24,13 +23,13 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from asynckv.errors import ConfigError
+from asynckv.tools.bench.machine import environment
 from asynckv.tools.bench.report import quantiles
 from asynckv.tools.output import consoles, print_table, write_json
 from scripts import command
@@ -323,14 +322,8 @@ def machine() -> dict[str, Any]:
     """Return a description of this machine, once nothing is measured any more: importing vLLM takes seconds of CPU."""
     import vllm
 
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cpu": models[0].partition(": ")[2] if models else platform.machine(),
-        "cores": os.cpu_count(),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "versions": {"vllm": vllm.__version__} | {name: metadata.version(name) for name in ("nixl", "torch")},
-    }
+    versions = {name: metadata.version(name) for name in ("nixl", "torch")}
+    return environment() | {"versions": {"vllm": vllm.__version__} | versions}
 
 
 def compare(

@@ -187,11 +187,11 @@ def said(text: str) -> None:
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print a table of figures and a table of ratios."""
     cpu = ("decode CPU µs/request", "prefill CPU µs/request")
-    titles = ("requests/s", "GB/s", "p50 ms", "p99 ms", *cpu, "step p99")
-    print_table(console, ("case", "steps", "contender", *titles), _cells(rows, "figures", KEYS), texts=(0, 2))
+    heads = ("case", "steps", "contender", "requests/s", "GB/s", "p50 ms", "p99 ms", *cpu, "step p99")
+    print_table(console, heads, _cells(rows, "figures", KEYS), texts=(0, 2))
     if ratios := _cells(rows, "ratios", RATIOS):
-        titles = ("requests/s", "p50", "p99", "decode CPU", "CPU of both sides")
-        print_table(console, ("case", "steps", "ratio", *titles), ratios, texts=(0, 2))
+        compared = ("case", "steps", "ratio", "requests/s", "p50", "p99", "decode CPU", "CPU of both sides")
+        print_table(console, compared, ratios, texts=(0, 2))
     level = min((i.level for row in rows for r in row["figures"].values() for i in r.values()), default=0.0)
     console.print(
         f"Medians (and intervals); ratios are taken within a round. More requests/s is better; for all other figures "

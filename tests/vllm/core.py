@@ -23,17 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ObservabilityConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
+from vllm.config import CacheConfig, KVTransferConfig, ObservabilityConfig, ParallelConfig
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.tracing import maybe_init_worker_tracer
@@ -44,6 +34,7 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from scripts.bench.versus.vllm_side import free_port
 from tests.lab.offload_audit import audit
 from tests.vllm import rank as _rank  # noqa: F401  loaded before the fork
+from tests.vllm.configs import LLAMA, config_of
 from tests.vllm.executor import RankExecutor
 from tests.vllm.models import VOCABULARY, Attention
 from tests.vllm.setups import Setup, die_with_parent
@@ -70,26 +61,19 @@ def run(connection: Connection, setup: Setup, folder: Path) -> None:
 def make_config(setup: Setup, folder: Path) -> Any:
     """vLLM's configuration, of a model that consists of a `config.json`."""
     model = setup.model
-    config: dict[str, Any] = {
+    config = LLAMA | {
         "num_hidden_layers": sum(not isinstance(each, Attention) or not each.is_draft for each in model.layers),
         "num_attention_heads": max(8, model.kv_heads),
         "num_key_value_heads": model.kv_heads,
-        "hidden_size": 128,
-        "intermediate_size": 256,
         "max_position_embeddings": setup.max_model_len,
         "vocab_size": VOCABULARY,
-        "torch_dtype": "bfloat16",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
     }
     if model.is_mla:
         config |= {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "kv_lora_rank": 48}
         config |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "q_lora_rank": None}
         config |= {"n_routed_experts": 8, "first_k_dense_replace": len(model.layers)}
     else:
-        config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "head_dim": 16}
+        config["head_dim"] = 16
     text = json.dumps(config)
     # Engines of one model find it at one path, which NixlConnector compares.
     folder = folder / hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -106,40 +90,28 @@ def make_config(setup: Setup, folder: Path) -> Any:
         cache.mamba_cache_mode = model.mamba_mode
         cache.mamba_block_size = model.block_size if model.mamba_mode == "align" else setup.max_model_len
     ranks = setup.tp * setup.pp
-    vllm_config = VllmConfig(
-        model_config=ModelConfig(
-            model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_model_len=setup.max_model_len
-        ),
-        cache_config=cache,
+    vllm_config = config_of(
+        folder,
+        cache,
+        max_len=setup.max_model_len,
+        max_seqs=setup.max_num_seqs,
+        max_batched=setup.max_num_batched_tokens,
+        asynchronous=setup.async_scheduling,
+        drafts=setup.drafts,
         parallel_config=ParallelConfig(
             tensor_parallel_size=setup.tp,
             pipeline_parallel_size=setup.pp,
             distributed_executor_backend=RankExecutor if ranks > 1 else UniProcExecutor,
             worker_cls="tests.vllm.rank.Rank",
         ),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=setup.max_num_seqs,
-            max_num_batched_tokens=setup.max_num_batched_tokens,
-            max_model_len=setup.max_model_len,
-            is_encoder_decoder=False,
-            enable_chunked_prefill=True,
-            async_scheduling=setup.async_scheduling,
-            disable_hybrid_kv_cache_manager=False,
-        ),
         kv_transfer_config=KVTransferConfig(**setup.connector_fields()) if setup.connector else None,
-        device_config=DeviceConfig("cpu"),
         observability_config=ObservabilityConfig(otlp_traces_endpoint=setup.traces),
-        speculative_config=SpeculativeConfig(model="ngram", num_speculative_tokens=setup.drafts)
-        if setup.drafts
-        else None,
         additional_config={"model": model},
     )
     vllm_config.cache_config.kv_cache_layout = setup.layout
     vllm_config.cache_config.block_size = model.block_size
     vllm_config.parallel_config.worker_cls = "tests.vllm.rank.Rank"
     vllm_config.parallel_config.data_parallel_index = setup.replica
-    # On CPUs vLLM switches this off, whatever was asked for.
-    vllm_config.scheduler_config.async_scheduling = setup.async_scheduling
     if setup.drafts:
         vllm_config.speculative_config.method = "eagle"  # whose own model would need weights
     return vllm_config

@@ -9,35 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    ParallelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+from vllm.config import CacheConfig, KVTransferConfig, ParallelConfig
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from asynckv.integrations.vllm.caches import Place
+from tests.vllm.configs import LLAMA, config_of
 from tests.vllm.versions import planned
 
 MAX_LEN = 512
-
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "max_position_embeddings": MAX_LEN,
-    "vocab_size": 100,
-    "torch_dtype": "bfloat16",
-}
 
 
 @dataclass
@@ -64,24 +44,21 @@ def vllm_config(
 ) -> Any:
     """Make vLLM's configuration of a model that consists of a `config.json`."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(CONFIG | config))
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"max_position_embeddings": MAX_LEN} | config))
     cache = CacheConfig(block_size=block_size, num_gpu_blocks_override=num_blocks, cache_dtype=cache_dtype)
     cache.kv_cache_layout = layout
     if mamba_mode is not None:
         cache.mamba_cache_mode = mamba_mode
         cache.mamba_block_size = block_size if mamba_mode == "align" else MAX_LEN
-    return VllmConfig(
-        model_config=ModelConfig(
-            model=str(folder), skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_model_len=MAX_LEN
-        ),
-        cache_config=cache,
+    return config_of(
+        folder,
+        cache,
+        max_len=MAX_LEN,
+        max_seqs=4,
+        max_batched=MAX_LEN,
         parallel_config=ParallelConfig(
             tensor_parallel_size=tp, pipeline_parallel_size=pp, distributed_executor_backend="mp"
         ),
-        scheduler_config=SchedulerConfig(
-            max_num_seqs=4, max_num_batched_tokens=MAX_LEN, max_model_len=MAX_LEN, is_encoder_decoder=False
-        ),
-        device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
             kv_connector="AsyncKVConnector",
             kv_connector_module_path="asynckv.integrations.vllm",

@@ -19,15 +19,7 @@ from asynckv.embed.orders import Order
 
 CORES = os.sched_getaffinity(0)
 
-from vllm.config import (  # noqa: E402
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
-    SpeculativeConfig,
-    VllmConfig,
-)
+from vllm.config import CacheConfig, KVTransferConfig  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes  # noqa: E402
@@ -39,10 +31,11 @@ from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
 from asynckv.integrations.vllm.handover import WorkerAddress  # noqa: E402
+from tests.vllm.configs import LLAMA, config_of  # noqa: E402
 
 os.sched_setaffinity(0, CORES)
 
-ABORTED = RequestStatus.FINISHED_ABORTED
+ABORTED, MAX_LEN = RequestStatus.FINISHED_ABORTED, 4096
 
 Group = tuple[Any, ...]
 
@@ -52,30 +45,12 @@ MIXED: tuple[Group, ...] = (("attention", 32), ("window", 16, 48))
 HYBRID: tuple[Group, ...] = (("attention", 16), ("states", 16, "align"))
 STATES: tuple[Group, ...] = (("attention", 16), ("states", 4096, "none"))
 
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "head_dim": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "max_position_embeddings": 4096,
-    "vocab_size": 30_000,
-    "torch_dtype": "bfloat16",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
 
 def model_folder() -> str:
     """A model that is nothing but a configuration."""
     folder = Path(tempfile.gettempdir()) / f"asynckv-scheduler-tests-{os.getpid()}"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODEL))
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"head_dim": 16, "max_position_embeddings": MAX_LEN}))
     return str(folder)
 
 
@@ -161,26 +136,16 @@ class Side:
             if modes[0] == "none":
                 cache.enable_prefix_caching = False
         cache.kv_cache_layout = "LBHNC"
-        self.config = VllmConfig(
-            model_config=ModelConfig(
-                model=model_folder(), skip_tokenizer_init=True, dtype="bfloat16", seed=0, max_model_len=4096
-            ),
-            cache_config=cache,
-            scheduler_config=SchedulerConfig(
-                max_num_seqs=min(max_seqs, max_batched),
-                max_num_batched_tokens=max_batched,
-                max_model_len=4096,
-                is_encoder_decoder=False,
-                enable_chunked_prefill=True,
-                async_scheduling=asynchronous,
-                disable_hybrid_kv_cache_manager=False,
-            ),
+        self.config = config_of(
+            model_folder(),
+            cache,
+            max_len=MAX_LEN,
+            max_seqs=min(max_seqs, max_batched),
+            max_batched=max_batched,
+            asynchronous=asynchronous,
+            drafts=drafts,
             kv_transfer_config=KVTransferConfig(**common, **transfer),
-            device_config=DeviceConfig("cpu"),
-            speculative_config=SpeculativeConfig(model="ngram", num_speculative_tokens=drafts) if drafts else None,
         )
-        # On CPUs vLLM switches this off, whatever was asked for.
-        self.config.scheduler_config.async_scheduling = asynchronous
         cache.block_size = specs[0].block_size
         cache.num_gpu_blocks = num_blocks
         layers = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
@@ -302,8 +267,18 @@ class Side:
     def prefill(self, request_id: str, prompt: Sequence[int] | None, **fields: Any) -> Any:
         """Prefill a prompt for another engine, and return what comes out; its blocks stay lent."""
         self.add(request_id, prompt, {"do_remote_decode": True}, **fields)
+        return self.ended(request_id).params.get(request_id)
+
+    def read(self, request_id: str, *given: Any, **fields: Any) -> Request:
+        """Take a request, and have its blocks loaded."""
+        request = self.add(request_id, *given, **fields)
+        self.step()
+        self.step(loaded=[request_id])
+        return request
+
+    def ended(self, request_id: str) -> Told:
+        """Make steps until a request has ended."""
         for _ in range(1000):
-            told = self.step()
-            if request_id in told.reasons:
-                return told.params.get(request_id)
+            if request_id in (told := self.step()).reasons:
+                return told
         raise AssertionError("it never ends")

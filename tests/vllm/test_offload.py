@@ -50,7 +50,8 @@ class Judge:
     @classmethod
     def of(cls, server: Server, setup: Setup) -> Judge:
         """Start an engine."""
-        return cls(*server.start(setup))
+        (engine,) = server.start(setup)
+        return cls(engine)
 
     def prompts(self, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
         return [prompt(self.rng, count) for count in lengths]

@@ -516,7 +516,8 @@ def a_manager(
 ) -> Manager:
     """A manager of one rank's slots, with these options."""
     given, shape = config(), Shape(PAGE, 1, 1, slots)
-    offload = OffloadConfig(**{"model": "m", "hash_tokens": 16, "host_bytes": 1} | fields)
+    options: dict[str, Any] = {"model": "m", "hash_tokens": 16, "host_bytes": 1} | fields
+    offload = OffloadConfig(**options)
     return Manager(given, offload, shape, stored(given, offload, shape), records, clock=clock)
 
 

@@ -168,11 +168,8 @@ def test_embeddings_among_tokens_are_told_from_tokens() -> None:
 @SHAPES
 def test_the_next_turn_is_compared_with_all_that_was_said(groups: tuple[Group, ...]) -> None:
     prompt, decode = prompt_of(100), Side(groups, name="decode")
-    decode.add("d", prompt, {**brought(prompt, groups), "do_remote_decode": True}, 20)
-    decode.step()
-    decode.step(loaded=["d"])
-    while "d" not in (told := decode.step()).reasons:
-        pass
+    decode.read("d", prompt, {**brought(prompt, groups), "do_remote_decode": True}, 20)
+    told = decode.ended("d")
     for said, kind in (([7] * 20, Pull), ([7] * 18 + [8, 7], Cancel)):
         back = json.loads(json.dumps(told.params["d"]))
         side = Side(groups)
@@ -257,11 +254,8 @@ def test_what_reaches_too_far_for_a_model_that_forgets_is_counted(groups: tuple[
     """The engine that made it has not left the last token to this one, as with a model of attention alone."""
     side, prompt = Side(groups), prompt_of(100)
     decode = Side(groups, name="decode")
-    decode.add("d", prompt, {**brought(prompt, groups), "do_remote_decode": True}, 20)
-    decode.step()
-    decode.step(loaded=["d"])
-    while "d" not in (told := decode.step()).reasons:
-        pass
+    decode.read("d", prompt, {**brought(prompt, groups), "do_remote_decode": True}, 20)
+    told = decode.ended("d")
     whole = json.loads(json.dumps(told.params["d"]))
     side.add("a", [*prompt, *[7] * 19], whole, 1)
     counted(side, "too_far")
@@ -270,9 +264,7 @@ def test_what_reaches_too_far_for_a_model_that_forgets_is_counted(groups: tuple[
 def test_params_that_were_used_up_are_counted() -> None:
     side, prompt = Side(), prompt_of(100)
     params = brought(prompt)
-    side.add("a", prompt, params, 1)
-    side.step()
-    side.step(loaded=["a"])
+    side.read("a", prompt, params, 1)
     side.add("b", prompt, dict(params), 1)
     counted(side, "spent")
 
@@ -330,11 +322,8 @@ def test_a_request_that_waits_for_another_is_compared_as_well() -> None:
 def test_a_state_after_guessed_tokens_is_not_lent(groups: tuple[Group, ...], drafts: int | None, most: int) -> None:
     """Only the workers know which of the states that were kept of all guesses is the one after the last token."""
     side, prompt = Side(groups, drafts=drafts), prompt_of(100)
-    side.add("a", prompt, {**brought(prompt, groups), "do_remote_decode": True}, most)
-    side.step()
-    side.step(loaded=["a"])
-    while "a" not in (told := side.step()).reasons:
-        pass
+    side.read("a", prompt, {**brought(prompt, groups), "do_remote_decode": True}, most)
+    told = side.ended("a")
     assert ("a" in told.params) is (drafts is None)
     assert side.step().kinds() == ([Lend] if drafts is None else [])
 
@@ -350,9 +339,7 @@ def test_tokens_of_a_step_under_way_are_not_lent(groups: tuple[Group, ...]) -> N
     """The request stops while the next step computes one token more: nobody knows yet when its KV is written."""
     side, prompt = Side(groups, asynchronous=True), prompt_of(100)
     params = {**brought(prompt, groups), "do_remote_decode": True}
-    side.add("a", prompt, params, 20, stop_token_ids=[9])
-    side.step()
-    side.step(loaded=["a"])
+    side.read("a", prompt, params, 20, stop_token_ids=[9])
     first, second = side.scheduler.schedule(), side.scheduler.schedule()
     request = side.scheduler.requests["a"]
     told = side.finish(first, token=9)
@@ -365,9 +352,7 @@ def test_tokens_of_a_step_under_way_are_not_lent(groups: tuple[Group, ...]) -> N
 
 def test_states_that_a_step_under_way_changes_are_not_lent() -> None:
     side, prompt = Side(HYBRID, asynchronous=True), prompt_of(100)
-    side.add("a", prompt, {**brought(prompt, HYBRID), "do_remote_decode": True}, 20, stop_token_ids=[9])
-    side.step()
-    side.step(loaded=["a"])
+    side.read("a", prompt, {**brought(prompt, HYBRID), "do_remote_decode": True}, 20, stop_token_ids=[9])
     first, second = side.scheduler.schedule(), side.scheduler.schedule()
     told = side.finish(first, token=9)
     assert told.reasons == {"a": "stop"}

@@ -505,7 +505,13 @@ def test_a_paused_scheduler_announces_all_the_same() -> None:
 # -- ends, at every stage -----------------------------------------------------------------------------
 
 
-ABORTED = {"arrived": [], "queued": [()], "loading": [()], "loaded": [(), "a"], "computing": [(), "a", ()]}
+ABORTED: dict[str, list[Sequence[str]]] = {
+    "arrived": [],
+    "queued": [()],
+    "loading": [()],
+    "loaded": [(), "a"],
+    "computing": [(), "a", ()],
+}
 """Stages of a request, and the loads that the steps until then report."""
 
 
@@ -654,9 +660,7 @@ def test_siblings_read_once_and_the_others_wait_for_it(is_same: bool) -> None:
 def test_a_sibling_that_comes_late_does_not_read() -> None:
     prompt, side = prompt_of(100), Side()
     params = brought(prompt)
-    side.add("a", prompt, params, 1)
-    side.step()
-    side.step(loaded=["a"])
+    side.read("a", prompt, params, 1)
     side.step()
     side.add("b", prompt, {**params, "do_remote_prefill": True}, 1)
     told = side.step()
@@ -726,8 +730,7 @@ def test_a_turn_goes_to_the_decode_engine_and_back(groups: tuple[Group, ...]) ->
     assert request.num_prompt_tokens == 100
     decode.step()
     decode.step(loaded=["d1"])
-    while "d1" not in (told := decode.step()).reasons:
-        pass
+    told = decode.ended("d1")
     back = json.loads(json.dumps(told.params["d1"]))
     assert back["asynckv"]["num_tokens"] == 119
     assert back["asynckv"]["lease_s"] == 480
@@ -739,8 +742,7 @@ def test_a_turn_goes_to_the_decode_engine_and_back(groups: tuple[Group, ...]) ->
     assert pull.num_tokens == 119
     assert pull.groups[0][0] in (0, 96)  # what this engine still has of the first turn is not read again
     prefill.step(loaded=["p2"])
-    while "p2" not in (told := prefill.step()).reasons:
-        pass
+    told = prefill.ended("p2")
     assert told.params["p2"]["asynckv"]["num_tokens"] in (149, 150)
     assert prefill.step().kinds() == [Lend]
 
