@@ -114,6 +114,9 @@ def test_blocks_are_given_up_after_the_end_of_their_request_too() -> None:
     assert not one.decode.requests_returned
     one.world.advance(5.1)
     assert one.decode.requests_returned == [one.request]
+    one.world.advance(300.0)  # its pull is woken, to warn that it is held for long
+    assert one.decode.requests_returned == [one.request]
+    assert one.core.outbox.counters["blocks.retired"] == 1
 
 
 STOPS: dict[str, tuple[Act, list[str], list[str]]] = {

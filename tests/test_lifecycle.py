@@ -170,6 +170,19 @@ async def test_cancelling_between_two_attempts_gives_up_and_discharges(sim: Benc
         assert not decode.engine.cancel("d")
 
 
+async def test_cancelling_between_two_attempts_names_the_blocks_that_may_still_be_written(sim: Bench) -> None:
+    async with reading(sim, retries=3) as (_, decode, _, task, _):
+        (transfer,) = decode.data.running
+        decode.data.doubt(transfer)
+        await until(lambda: decode.engine.observation.reading().retrying)
+        assert decode.engine.cancel("d")
+        with pytest.raises(PullCancelled, match="between two attempts") as caught:
+            await passing(sim, task)
+        assert caught.value.held == {0: (6,)}
+        decode.data.finish(transfer)
+        await caught.value.returned()
+
+
 async def test_a_cancelled_task_between_two_attempts_discharges(sim: Bench) -> None:
     async with reading(sim, retries=3) as (_, decode, lent, task, _):
         decode.data.fail(next(iter(decode.data.running)))
