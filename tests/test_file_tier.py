@@ -1168,6 +1168,11 @@ def test_nothing_wrong_is_served_after_a_kill_at_any_instant(tmp_path: Path, bac
         assert found["killed_while_writing"] > kills / 2
 
 
+def test_work_aside_that_ends_its_thread_is_an_error_of_its_caller() -> None:
+    with pytest.raises(SystemExit):
+        aside.Aside("ends").submit(sys.exit).result(10)
+
+
 def test_an_agent_that_cannot_have_the_files_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = []
 

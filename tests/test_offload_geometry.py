@@ -16,7 +16,7 @@ from asynckv.offload import Offload
 from asynckv.offload.keys import needed
 from tests.engines import until
 from tests.lab.tiers import SimDisk
-from tests.offloads import RECORD, SIZE, Rank, chain, layout_of, offloading
+from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, layout_of, offloading
 
 WIDTHS, TOKENS, COUNT = (32, 64, 96), 384, 64
 """Bytes per token, or per state, of three groups: attention, a window, states; and how many blocks each has."""
@@ -161,6 +161,28 @@ async def test_less_than_was_found_is_loaded_as_far_as_whole_blocks_of_all_reach
         loaded = await offload.load("a", [(0, list(range(7)))], chain("p", 8), num_tokens=112)
         assert loaded.num_tokens == 64
         assert rank.block(4, 5, 6, 7) == before[len(before) // 2 :]
+
+
+async def test_a_block_of_another_that_fills_two_groups_is_loaded_from_the_first_token_of_either() -> None:
+    def of(num_groups: int) -> Layout:
+        """Two layers, in one group or in two."""
+        rows, memories = dense_part("kv", "uint8", [("token", SIZE), ("dim", 64)]), ((1 << 40), (1 << 41))
+        return Layout(
+            groups=tuple(Group(f"group{g}", SIZE, BLOCKS) for g in range(num_groups)),
+            views=tuple(View(at, at % num_groups, f"layers.{at}", 0, SIZE * 64, (rows,)) for at in range(2)),
+            memories=tuple(Memory(base, SIZE * 64 * BLOCKS) for base in memories),
+        )
+
+    disk, hashes, ids = SimDisk(64 * RECORD), chain("p", 4), [7, 3, 5, 4]
+    async with offloading(of(1), disk=disk) as (rank, offload):
+        await offload.store("store", [(0, ids)], hashes)
+        await until(lambda: not offload.statistics().gauges["to_write_back"])
+        left = [array.reshape(BLOCKS, -1)[ids] for array in rank.arrays]
+    async with offloading(of(2), seed=2, left=[disk]) as (rank, offload):
+        loaded = await offload.load("load", [(0, ids), (2 * SIZE, ids[2:])], hashes, num_tokens=4 * SIZE)
+        assert loaded.num_tokens == 4 * SIZE
+        for at, begin in ((0, 0), (1, 2)):
+            assert (rank.arrays[at].reshape(BLOCKS, -1)[ids[begin:]] == left[at][begin:]).all()
 
 
 async def test_what_another_has_left_is_lent_once_it_was_stored() -> None:
