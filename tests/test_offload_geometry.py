@@ -10,10 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from asynckv import EngineConfig, LocalProtocolError
+from asynckv import EngineConfig, LocalProtocolError, ReadFailed
 from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
 from asynckv.offload import Offload
+from asynckv.offload.job import JobEnded, JobKind, JobOutcome
 from asynckv.offload.keys import needed
+from asynckv.tiers.jobs import OffloadJob
 from tests.engines import until
 from tests.lab.tiers import SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, layout_of, offloading
@@ -195,6 +197,22 @@ async def test_what_another_has_left_is_lent_once_it_was_stored() -> None:
         await offload.load("a", [(0, list(range(8)))], chain("p", 8), num_tokens=128)
         await offload.store("a", [(0, list(range(8)))], chain("p", 8))
         assert await offload.lend("a", chain("p", 8), num_tokens=128, lease_s=2.0)
+
+
+async def test_a_load_holds_its_blocks_while_a_copy_of_any_shelf_may_write_them() -> None:
+    """A copy of one shelf failed; the other's, given up for that, fell in doubt."""
+    failed, held = (
+        JobEnded("load-1", JobKind.LOAD, outcome, 0, 0, ((0,),), cause, is_held)
+        for outcome, cause, is_held in ((JobOutcome.FAILED, "torn", False), (JobOutcome.CANCELLED, "", True))
+    )
+    for parts in ({"left0": failed, "left1": held}, {"left0": held, "left1": failed}):
+        job = OffloadJob("load-1", "r", JobKind.LOAD, [], {0: np.array([3])}, 0.0, 9.0, [], SIZE, None)
+        job.parts, job.held_by = {**parts}, {shelf for shelf, part in parts.items() if part is held}
+        ended = job.end(1.0, 5.0)
+        assert (ended.outcome, ended.is_held, job.retired_at) == (JobOutcome.FAILED, True, 6.0)
+        with pytest.raises(ReadFailed, match="torn") as caught:
+            job.how_it_ended()
+        assert caught.value.held == {0: (3,)}
 
 
 async def test_what_several_have_left_is_as_long_as_all_of_them_can_give() -> None:
