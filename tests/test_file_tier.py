@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import numpy as np
@@ -1003,6 +1003,29 @@ async def test_a_disk_that_does_not_answer_makes_misses_within_a_bound(make: Mak
     assert await tier.heard() == [RecordsEnded(TransferId(2), Ending.FAILED, off.cause)]
     tier.plane.close()
     assert tier.start() == []
+
+
+async def test_a_disk_that_is_always_busy_is_not_taken_for_one_that_does_not_answer(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for an answer counts anew from the end of each batch, though another one is in flight."""
+    tier = make()
+    tier.start()
+    worker = cast(Any, tier.plane)._worker
+    collect, landed, since = worker._io.collect, list[Any](), list[float]()
+
+    def one_by_one() -> list[Any]:
+        landed.extend(collect())
+        if len(landed) < 2 and not since:
+            return []
+        since.append(worker._busy_since)
+        return [landed.pop(0)]
+
+    monkeypatch.setattr(worker._io, "collect", one_by_one)
+    for number in (0, 1):
+        tier.post(WRITE, records(number))
+    assert [(await tier.ended()).ending for _ in range(2)] == [DONE] * 2
+    assert since[0] < since[1]
 
 
 @pytest.mark.parametrize("where", ["submit", "close"])
