@@ -674,6 +674,22 @@ def test_two_readers_share_the_slots() -> None:
     assert owner.is_clean()
 
 
+def test_readers_that_wait_for_a_slot_take_turns() -> None:
+    owner = Owner(1)
+    owner.params = owner.world.params([owner.rank], "s", [5], 4, written=True)
+    owner.lease = owner.lend(owner.params, readers=2)
+    for nonce, name in enumerate(("one", "one", "one", "two")):
+        owner.claim(name, name, sender=name, way=name.encode())
+        owner.pack(nonce, name, sender=name, way=name.encode())
+    turns = []
+    for _ in range(4):
+        (copy,) = owner.copies._making.values()
+        turns.append(copy.nonce)
+        owner.made(copy.slot)
+        owner.unpack(copy.nonce, copy.pull_id, sender=copy.sender, way=bytes(copy.reply_to))
+    assert turns == [0, 1, 3, 2]
+
+
 def test_slots_are_shared_as_staging_memory_is() -> None:
     slots: Slots[int] = Slots(8)
     taken = itertools.count()
