@@ -239,6 +239,12 @@ def test_a_recipe_that_is_not_about_lent_blocks_is_refused(name: str) -> None:
         checked(HOSTILE[name])
 
 
+def test_a_recipe_is_refused_whose_run_of_blocks_has_one_in_its_middle_that_is_not_lent() -> None:
+    assert checked(one(1, blocks=((1, 3),))).num_bytes == 3
+    with pytest.raises(LayoutError, match="not lent to this reader"):
+        checked(one(1, blocks=((1, 3),)), lent=np.array([1, 3, 9]))
+
+
 def test_in_meshed_memory_a_recipe_gets_no_byte_of_another_block() -> None:
     owner, step = side(MESHED), 12 * TOKEN  # from token to token
     lent = np.array([11])
