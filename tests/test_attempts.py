@@ -114,6 +114,9 @@ def test_blocks_are_given_up_after_the_end_of_their_request_too() -> None:
     assert not one.decode.requests_returned
     one.world.advance(5.1)
     assert one.decode.requests_returned == [one.request]
+    one.world.advance(300.0)  # its pull is woken, to warn that it is held for long
+    assert one.decode.requests_returned == [one.request]
+    assert one.core.outbox.counters["blocks.retired"] == 1
 
 
 STOPS: dict[str, tuple[Act, list[str], list[str]]] = {
@@ -190,16 +193,20 @@ def test_an_attempt_that_cannot_begin_ends_its_request_with_the_reason() -> None
     assert one.outcomes() == ["failed"]
 
 
-def test_a_bug_that_the_next_attempt_meets_ends_its_request_and_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["_make_pull", "start"])
+def test_a_bug_that_the_next_attempt_meets_ends_its_request_and_is_raised(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = One()
     one.fail()
-    monkeypatch.setattr(one.core, "_make_pull", lambda *args, **more: 1 // 0)
+    monkeypatch.setattr(one.core.decode if where == "start" else one.core, where, lambda *args, **more: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         one.core.tick(0.2)
     monkeypatch.undo()
     one.world.advance(3.0)
     assert isinstance(one.request.refusal, ZeroDivisionError)
     assert one.is_told_once()
+    assert one.request.discharge is Reason.UNPLANNABLE, "its ranks expect another attempt"
 
 
 def test_the_end_of_the_agent_ends_what_is_left() -> None:

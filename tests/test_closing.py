@@ -142,6 +142,21 @@ async def test_a_suspension_under_way_is_cut_short_with_the_engine(sim: Bench) -
             await passing(sim, task)
 
 
+async def test_a_close_that_was_cancelled_can_be_made_again(sim: Bench) -> None:
+    """A loop that ends cancels all of its tasks."""
+    async with reading(sim, timeout_s=3000.0) as (_, decode, _, task, _):
+        call = closing(decode)
+        await until(lambda: decode.engine._ending.is_closing)
+        assert decode.engine._ending._closing is not None
+        decode.engine._ending._closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await passing(sim, call)
+        await passing(sim, closing(decode, 0.3))
+        assert decode.engine._life.state is LifeState.CLOSED
+        with pytest.raises(Exception, match=r"cancelled|closed"):
+            await passing(sim, task)
+
+
 async def test_a_read_of_ones_own_is_cut_short_with_the_agent(sim: Bench) -> None:
     """Only when the agent is gone are the blocks the caller's: nothing can write them any more."""
     async with reading(sim, timeout_s=3000.0) as (prefill, decode, _, task, _):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import select
 import socket
 import subprocess
@@ -225,6 +226,20 @@ def test_news_that_came_before_a_thread_listened_are_signalled(thread: EngineThr
     while not thread._has_news and time.monotonic() < deadline:
         time.sleep(0)
     assert select.select([thread.fileno()], [], [], 0)[0]
+
+
+def test_a_bell_that_was_closed_rings_at_no_file_that_has_its_number_now() -> None:
+    bell, other = Bell(), os.eventfd(0, os.EFD_NONBLOCK)
+    number = bell.fileno()
+    bell.close()
+    try:
+        os.dup2(other, number)
+        bell.ring()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(other)
+    finally:
+        os.close(other)
+        os.close(number)
 
 
 def test_all_who_ask_first_at_once_hear_the_same_bell(thread: EngineThread, monkeypatch: pytest.MonkeyPatch) -> None:

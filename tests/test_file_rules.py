@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import json
 import os
+import sqlite3
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,8 @@ import pytest
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges.files import tier as file_tier
-from asynckv.edges.files.io import Extent, FileTooShort, transfer
+from asynckv.edges.files.index import Entry, FileIndex
+from asynckv.edges.files.io import ALIGN, Extent, FileTooShort, transfer
 from asynckv.edges.files.store import OWNER, NoRoom, OwnerLock, Segments, check_room
 from asynckv.edges.host_pool import HostPool
 from asynckv.errors import BackendError
@@ -72,6 +74,17 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_no_lock(
     with pytest.raises(BackendError, match=f"belongs to process {os.getpid()}"):
         OwnerLock(tmp_path)
     lock.release()
+
+
+def test_a_change_of_the_index_that_failed_changes_nothing_and_the_next_is_whole(tmp_path: Path) -> None:
+    index, entry = FileIndex(tmp_path), Entry(ALIGN, ALIGN, b"key", 1, "layout", "tag", 1)
+    wrong: Any = entry._replace(far=0, stored_at=None)
+    with pytest.raises(sqlite3.IntegrityError):
+        index.change({ALIGN: entry, 0: wrong}, [])
+    assert index.said().entries == []
+    index.change({ALIGN: entry}, [])
+    assert index.said().entries == [entry]
+    index.close()
 
 
 def test_an_owner_leaves_nothing_of_what_its_file_said_before(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import numpy as np
@@ -973,6 +973,29 @@ async def test_a_disk_that_does_not_answer_makes_misses_within_a_bound(make: Mak
     assert tier.start() == []
 
 
+async def test_a_disk_that_is_always_busy_is_not_taken_for_one_that_does_not_answer(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for an answer counts anew from the end of each batch, though another one is in flight."""
+    tier = make()
+    tier.start()
+    worker = cast(Any, tier.plane)._worker
+    collect, landed, since = worker._io.collect, list[Any](), list[float]()
+
+    def one_by_one() -> list[Any]:
+        landed.extend(collect())
+        if len(landed) < 2 and not since:
+            return []
+        since.append(worker._busy_since)
+        return [landed.pop(0)]
+
+    monkeypatch.setattr(worker._io, "collect", one_by_one)
+    for number in (0, 1):
+        tier.post(WRITE, records(number))
+    assert [(await tier.ended()).ending for _ in range(2)] == [DONE] * 2
+    assert since[0] < since[1]
+
+
 @pytest.mark.parametrize("where", ["submit", "close"])
 async def test_closing_under_a_disk_that_does_not_answer_says_so_and_may_be_tried_again(
     make: Make, stuck: type[Stuck], monkeypatch: pytest.MonkeyPatch, where: str
@@ -1128,6 +1151,11 @@ def test_nothing_wrong_is_served_after_a_kill_at_any_instant(tmp_path: Path, bac
         assert found["served"] > kills
         assert found["along_served"] > 0
         assert found["killed_while_writing"] > kills / 2
+
+
+def test_work_aside_that_ends_its_thread_is_an_error_of_its_caller() -> None:
+    with pytest.raises(SystemExit):
+        aside.Aside("ends").submit(sys.exit).result(10)
 
 
 def test_an_agent_that_cannot_have_the_files_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,8 @@ if what == "toils":
     while time.monotonic() < until:
         pass
 say(b"\x92\x01\x92" + text("agent of " + name) + b"\xc4\x00")
+if what == "chats":
+    say(b"\x92\x05\x81" + text("beats") + b"\x02")
 if what == "deaf":
     signal.pause()
 if what == "leaves":
@@ -350,6 +352,13 @@ async def test_the_end_of_one_that_stands_by_is_nobodys_loss(kept: Callable[...,
     assert each.news() == ["kept"]
     assert each.keeper.name == "kept"
     assert each.lines("kept-5")
+
+
+async def test_a_child_that_stands_by_is_not_heard(kept: Callable[..., Kept]) -> None:
+    each = kept("serve chats")
+    await each.start()
+    await until(lambda: each.keeper.frames_in == 3)  # two agents, and what the second has to say
+    assert each.told == ["kept"]
 
 
 async def test_one_that_collides_while_it_is_to_stand_by_is_replaced_unheard(kept: Callable[..., Kept]) -> None:

@@ -290,6 +290,7 @@ def test_a_reader_that_claims_again_is_not_gone() -> None:
     again = Reading(lease, 0, 2, pull="again")
     assert granted(again.claim(4.5)) == 4.0
     assert not lease.lose([Reader("decode", 1)], AT + 5.0).has_ended
+    assert lease.tick(AT + 6.0).strays == ()  # a reader with a grant that runs is not looked for
     assert [stray.pull_id for stray in lease.tick(AT + 8.5).strays] == [again.pull]
     assert state_of(lease) is LeaseState.LENT
 

@@ -483,6 +483,19 @@ def test_a_sibling_that_is_cancelled_leaves_the_others_and_the_params_as_they_ar
     assert [each.errors == {} for each in map(ledger.get, "cd") if each is not None] == [False, False]
 
 
+def test_requests_that_waited_for_one_that_is_cancelled_have_none_of_its_errors() -> None:
+    ledger, params = DecodeLedger(1), new_params()
+    ledger.announce("a", params)
+    sibling = ledger.announce("b", params)
+    ledger.pull("a", [(0, [1])])
+    ledger.take_orders()
+    ledger.cancel("a")
+    ledger.update(0, Finished(failed=[failed("a")]))
+    assert sibling is not None
+    assert (ledger.may_pull("b"), sibling.errors) == (False, {})
+    assert ledger.announce("c", params) is None, "they were given up"
+
+
 def test_params_are_remembered_for_a_while_once_they_were_used_up() -> None:
     ledger, first = DecodeLedger(1), new_params()
     ledger.announce("a", first)

@@ -169,6 +169,32 @@ async def test_cancelling_between_two_attempts_gives_up_and_discharges(sim: Benc
         assert not decode.engine.cancel("d")
 
 
+async def test_blocks_that_were_given_by_an_iterator_are_filled_by_a_second_attempt(sim: Bench) -> None:
+    async with sim.pair(lease=QUICK) as (prefill, decode, group):
+        decode.data.deferred = True
+        params = group.make_params("r", [(0, [1])], 16, written=True)
+        prefill.engine.lend(params)
+        task = asyncio.create_task(decode.engine.pull("d", iter([(0, [6])]), params, retries=1))  # type: ignore[arg-type]
+        await until(lambda: running(decode))
+        decode.data.deferred = False
+        decode.data.fail(next(iter(decode.data.running)))
+        assert (await passing(sim, task)).attempts == 2
+        assert decode.blocks([6]) == prefill.blocks([1])
+
+
+async def test_cancelling_between_two_attempts_names_the_blocks_that_may_still_be_written(sim: Bench) -> None:
+    async with reading(sim, retries=3) as (_, decode, _, task, _):
+        (transfer,) = decode.data.running
+        decode.data.doubt(transfer)
+        await until(lambda: decode.engine.observation.reading().retrying)
+        assert decode.engine.cancel("d")
+        with pytest.raises(PullCancelled, match="between two attempts") as caught:
+            await passing(sim, task)
+        assert caught.value.held == {0: (6,)}
+        decode.data.finish(transfer)
+        await caught.value.returned()
+
+
 async def test_a_cancelled_task_between_two_attempts_discharges(sim: Bench) -> None:
     async with reading(sim, retries=3) as (_, decode, lent, task, _):
         decode.data.fail(next(iter(decode.data.running)))

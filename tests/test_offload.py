@@ -362,6 +362,26 @@ async def test_a_load_in_doubt_names_its_blocks_until_there_is_evidence() -> Non
         assert not rank.engine.holds()
 
 
+async def test_nothing_more_is_loaded_into_blocks_that_a_copy_in_doubt_may_write() -> None:
+    """Of three blocks one is lost, and what precedes it would be loaded again, into a block that is held."""
+    disk = SimDisk(64 * RECORD)
+    async with offloading(layout_of(), disk=disk, policy="lru") as (rank, offload):
+        await store_in_files(rank, offload, "p", [1, 2, 3])
+        await offload.load("a", [(0, [4])], chain("p", 1), num_tokens=SIZE)
+        disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
+        rank.copies.deferred = True
+        loading = asyncio.create_task(offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48))
+        await until(lambda: rank.copies.moves and offload.lookup(chain("p", 3)).tokens == SIZE)
+        (move,) = rank.copies.moves
+        rank.copies.doubt(move)
+        await until(lambda: loading.done() or len(rank.copies.moves) > 1)
+        assert list(rank.copies.moves) == [move]
+        with pytest.raises(ReadFailed) as told:
+            await loading
+        rank.copies.finish(move)
+        await told.value.returned()
+
+
 async def test_copies_that_are_in_time_are_not_looked_at_in_every_turn() -> None:
     class Counting(dict):  # type: ignore[type-arg]
         walks = 0

@@ -496,6 +496,15 @@ def test_the_source_of_a_promotion_stays_until_it_has_ended() -> None:
     assert len(catalogue.forgotten()) == 10
 
 
+def test_a_block_that_is_still_written_to_a_file_is_not_loaded_from_there() -> None:
+    catalogue = Catalogue([FULL], 16, 10 * KIB, 100 * KIB)
+    catalogue.store("a", prompt(1))
+    carry_out(catalogue, only(MoveKind.WRITE_BACK, None))
+    catalogue.evict(prompt(1), Place.HOST)
+    catalogue.load("b", prompt(1))
+    assert outcomes(catalogue) == {"a": JobOutcome.DONE, "b": JobOutcome.MISSING}
+
+
 def test_a_block_is_stored_again_while_its_old_slot_is_written_back() -> None:
     catalogue = Catalogue([FULL], 16, 10 * KIB, 100 * KIB)
     catalogue.store("a", prompt(1))

@@ -10,13 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from asynckv import EngineConfig, LocalProtocolError
+from asynckv import EngineConfig, LocalProtocolError, ReadFailed
 from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
 from asynckv.offload import Offload
+from asynckv.offload.job import JobEnded, JobKind, JobOutcome
 from asynckv.offload.keys import needed
+from asynckv.tiers.jobs import OffloadJob
 from tests.engines import until
 from tests.lab.tiers import SimDisk
-from tests.offloads import RECORD, SIZE, Rank, chain, layout_of, offloading
+from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, layout_of, offloading
 
 WIDTHS, TOKENS, COUNT = (32, 64, 96), 384, 64
 """Bytes per token, or per state, of three groups: attention, a window, states; and how many blocks each has."""
@@ -163,6 +165,28 @@ async def test_less_than_was_found_is_loaded_as_far_as_whole_blocks_of_all_reach
         assert rank.block(4, 5, 6, 7) == before[len(before) // 2 :]
 
 
+async def test_a_block_of_another_that_fills_two_groups_is_loaded_from_the_first_token_of_either() -> None:
+    def of(num_groups: int) -> Layout:
+        """Two layers, in one group or in two."""
+        rows, memories = dense_part("kv", "uint8", [("token", SIZE), ("dim", 64)]), ((1 << 40), (1 << 41))
+        return Layout(
+            groups=tuple(Group(f"group{g}", SIZE, BLOCKS) for g in range(num_groups)),
+            views=tuple(View(at, at % num_groups, f"layers.{at}", 0, SIZE * 64, (rows,)) for at in range(2)),
+            memories=tuple(Memory(base, SIZE * 64 * BLOCKS) for base in memories),
+        )
+
+    disk, hashes, ids = SimDisk(64 * RECORD), chain("p", 4), [7, 3, 5, 4]
+    async with offloading(of(1), disk=disk) as (rank, offload):
+        await offload.store("store", [(0, ids)], hashes)
+        await until(lambda: not offload.statistics().gauges["to_write_back"])
+        left = [array.reshape(BLOCKS, -1)[ids] for array in rank.arrays]
+    async with offloading(of(2), seed=2, left=[disk]) as (rank, offload):
+        loaded = await offload.load("load", [(0, ids), (2 * SIZE, ids[2:])], hashes, num_tokens=4 * SIZE)
+        assert loaded.num_tokens == 4 * SIZE
+        for at, begin in ((0, 0), (1, 2)):
+            assert (rank.arrays[at].reshape(BLOCKS, -1)[ids[begin:]] == left[at][begin:]).all()
+
+
 async def test_what_another_has_left_is_lent_once_it_was_stored() -> None:
     network = EngineConfig(engine_id="host")
     rank = Rank(layout_of(), left=[await left_by_another()], host_bytes=1 << 20, network_=network)
@@ -173,6 +197,22 @@ async def test_what_another_has_left_is_lent_once_it_was_stored() -> None:
         await offload.load("a", [(0, list(range(8)))], chain("p", 8), num_tokens=128)
         await offload.store("a", [(0, list(range(8)))], chain("p", 8))
         assert await offload.lend("a", chain("p", 8), num_tokens=128, lease_s=2.0)
+
+
+async def test_a_load_holds_its_blocks_while_a_copy_of_any_shelf_may_write_them() -> None:
+    """A copy of one shelf failed; the other's, given up for that, fell in doubt."""
+    failed, held = (
+        JobEnded("load-1", JobKind.LOAD, outcome, 0, 0, ((0,),), cause, is_held)
+        for outcome, cause, is_held in ((JobOutcome.FAILED, "torn", False), (JobOutcome.CANCELLED, "", True))
+    )
+    for parts in ({"left0": failed, "left1": held}, {"left0": held, "left1": failed}):
+        job = OffloadJob("load-1", "r", JobKind.LOAD, [], {0: np.array([3])}, 0.0, 9.0, [], SIZE, None)
+        job.parts, job.held_by = {**parts}, {shelf for shelf, part in parts.items() if part is held}
+        ended = job.end(1.0, 5.0)
+        assert (ended.outcome, ended.is_held, job.retired_at) == (JobOutcome.FAILED, True, 6.0)
+        with pytest.raises(ReadFailed, match="torn") as caught:
+            job.how_it_ended()
+        assert caught.value.held == {0: (3,)}
 
 
 async def test_what_several_have_left_is_as_long_as_all_of_them_can_give() -> None:

@@ -293,6 +293,16 @@ def test_what_is_busy_is_passed_over_once_and_keeps_its_turn(name: str) -> None:
     assert len(policy) == 996
 
 
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_the_last_key_that_stood_aside_precedes_the_next_that_comes(name: str) -> None:
+    policy: Policy[int] = policy_named(name)()
+    policy.add(0)
+    assert policy.choose(lambda key: True) is None
+    policy.add(1)
+    policy.idle(0)
+    assert [policy.choose(idle), policy.choose(idle)] == [0, 1]
+
+
 def test_an_unknown_policy_is_refused_with_the_names() -> None:
     with pytest.raises(ConfigError, match="policy 'arc' is unknown; use one of lru, s3-fifo"):
         policy_named("arc")

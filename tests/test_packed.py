@@ -86,8 +86,11 @@ def test_a_form_does_not_say_where_nor_how_many() -> None:
     assert fingerprint(record_form(small)) != fingerprint(record_form(other))
 
 
-def test_where_memories_lie_and_how_they_are_counted_is_no_matter() -> None:
-    layout = Rank(engine((attention(4, "a"), attention(2, "b"), latent("c"))), 0).layout
+@pytest.mark.parametrize("groups", [((0,), (1,), (2,)), ((0, 1, 2),)])
+def test_where_memories_lie_and_how_they_are_counted_is_no_matter(groups: tuple[tuple[int, ...], ...]) -> None:
+    layers = attention(4, "a"), attention(2, "b"), attention(6, "c")
+    layout = Rank(Engine(layers, tuple(GroupSpec(group, 16) for group in groups)), 0).layout
+    assert [view.memory for view in layout.views] == [0, 1, 2]
     counted = {0: 2, 1: 0, 2: 1}
     other = msgspec.structs.replace(
         layout,

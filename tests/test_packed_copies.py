@@ -239,6 +239,12 @@ def test_a_recipe_that_is_not_about_lent_blocks_is_refused(name: str) -> None:
         checked(HOSTILE[name])
 
 
+def test_a_recipe_is_refused_whose_run_of_blocks_has_one_in_its_middle_that_is_not_lent() -> None:
+    assert checked(one(1, blocks=((1, 3),))).num_bytes == 3
+    with pytest.raises(LayoutError, match="not lent to this reader"):
+        checked(one(1, blocks=((1, 3),)), lent=np.array([1, 3, 9]))
+
+
 def test_in_meshed_memory_a_recipe_gets_no_byte_of_another_block() -> None:
     owner, step = side(MESHED), 12 * TOKEN  # from token to token
     lent = np.array([11])
@@ -672,6 +678,22 @@ def test_two_readers_share_the_slots() -> None:
     for slot in owner.making:
         owner.made(slot)
     assert owner.is_clean()
+
+
+def test_readers_that_wait_for_a_slot_take_turns() -> None:
+    owner = Owner(1)
+    owner.params = owner.world.params([owner.rank], "s", [5], 4, written=True)
+    owner.lease = owner.lend(owner.params, readers=2)
+    for nonce, name in enumerate(("one", "one", "one", "two")):
+        owner.claim(name, name, sender=name, way=name.encode())
+        owner.pack(nonce, name, sender=name, way=name.encode())
+    turns = []
+    for _ in range(4):
+        (copy,) = owner.copies._making.values()
+        turns.append(copy.nonce)
+        owner.made(copy.slot)
+        owner.unpack(copy.nonce, copy.pull_id, sender=copy.sender, way=bytes(copy.reply_to))
+    assert turns == [0, 1, 3, 2]
 
 
 def test_slots_are_shared_as_staging_memory_is() -> None:

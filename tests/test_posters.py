@@ -583,6 +583,23 @@ async def test_an_order_that_comes_just_after_a_look_is_obeyed_without_another(s
     await until(lambda: late and late[0].done())
 
 
+async def test_a_thread_does_not_sleep_while_a_read_waits_whose_slot_is_free(sides: list[Side]) -> None:
+    """The slot came free after the thread had looked for reads, so that nothing runs and no event wakes the thread."""
+    sides.append(Side("reader", 1, ALL_BULK))
+    (poster,) = sides[0].plane._posters
+
+    class NoSleep:
+        def poll(self, _: float | None) -> list[tuple[int, int]]:
+            raise AssertionError("the thread sleeps")
+
+    await until(lambda: poster._is_asleep)
+    poster._lines["owner"] = posters._Line(time.monotonic())
+    try:
+        assert poster._sleep(NoSleep(), poster.agent) is posters._Woken.BY_ORDER  # type: ignore[arg-type]
+    finally:
+        poster._lines.clear()
+
+
 @pytest.mark.parametrize("last", [Ending.IN_DOUBT, Ending.DETACHED])
 async def test_a_read_that_may_still_write_as_the_thread_breaks_has_failed_when_its_agent_is_gone(
     sides: list[Side], last: Ending

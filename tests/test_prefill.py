@@ -370,6 +370,15 @@ def test_a_reader_engine_that_has_read_lately_has_a_share_though_it_holds_nothin
     assert prefill.core.prefill.reclaim(4, 31.0) == (), "that was long ago"
 
 
+def test_requests_that_are_too_new_do_not_keep_those_of_another_engine() -> None:
+    world, prefill = alone(lease=LONG)
+    old = lent_to(world, prefill, "old", 8)
+    world.advance(3.0)
+    new = lent_to(world, prefill, "new", 9)  # of the same blocks, as of a prefix that both read
+    assert prefill.core.prefill.reclaim(1, 5.0) == (old[0],)
+    assert states(new) == "l" * 9
+
+
 def test_unclaimed_requests_are_those_of_one_more_engine() -> None:
     world, prefill = alone(lease=LONG)
     nobody = lent_to(world, prefill, "", 8, claims=False)

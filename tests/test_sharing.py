@@ -20,7 +20,7 @@ import torch
 from asynckv import BackendError, ConfigError, EngineConfig, NixlConfig, register_tensors, shared_memory, shared_tensor
 from asynckv.edges import choice, transports
 from asynckv.edges.nic.nixl import NixlPlane
-from asynckv.edges.sharing import NotShared, Shares, shm_use
+from asynckv.edges.sharing import NotShared, Shares, _Mapping, _under, shm_use
 from asynckv.edges.survivor.main import COLLISION
 from asynckv.edges.survivor.process import ServingPlane
 from asynckv.edges.torch import shared_zeros
@@ -116,6 +116,13 @@ def test_a_region_that_cannot_be_shared_is_named_with_its_remedy() -> None:
     ):
         with pytest.raises(NotShared, match=why):
             Shares([Memory(address(shared), SIZE), memory])
+
+
+@pytest.mark.parametrize("base", [0x1000, 0x2800])
+def test_a_region_with_a_part_that_is_not_mapped_cannot_be_shared(base: int) -> None:
+    around = [_Mapping(start, start + 0x1000, True, 0, (1, 1), "") for start in (0x1000, 0x3000)]
+    with pytest.raises(NotShared, match="memory 0 is private"):
+        list(_under(Memory(base, 0x4000 - base), around, "memory 0"))
 
 
 def test_shared_memory_is_zero_writable_and_bounded_by_what_there_is() -> None:

@@ -144,6 +144,22 @@ async def test_durations_of_spans_are_those_of_the_log(sim: Bench, spans: Spans)
         assert (landed.timestamp - admitted.timestamp) / 1e9 == pytest.approx(result.phases["read"], abs=1e-6)
 
 
+async def test_a_first_attempt_has_no_link_to_an_earlier_request_of_its_id(sim: Bench, spans: Spans) -> None:
+    async with sim.pair() as (prefill, decode, group):
+        Tracing(decode.engine, provider=spans.provider)
+        for name in ("r1", "r2"):
+            params, _ = prefill.lent(group, name, [1], written=True, trace={"traceparent": TRACEPARENT})
+            decode.data.deferred = name == "r1"
+            task = asyncio.create_task(decode.engine.pull("d", [(0, [3])], params, retries=1))
+            if name == "r1":  # it is given up between two attempts
+                await until(lambda: decode.data.running)
+                decode.data.fail(next(iter(decode.data.running)))
+                await until(lambda: decode.engine.observation.reading().retrying)
+                decode.engine.cancel("d")
+            await asyncio.gather(task, return_exceptions=True)
+        assert [len(span.links) for span in spans.of("asynckv.pull", "d")] == [0, 0]
+
+
 async def test_failures_and_retries_are_told_with_their_cause(sim: Bench, spans: Spans) -> None:
     async with sim.pair(**QUICK) as (prefill, decode, group):
         Tracing(prefill.engine, decode.engine, provider=spans.provider)

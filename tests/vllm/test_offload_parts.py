@@ -59,8 +59,10 @@ from asynckv.integrations.vllm.offload import spec as specs
 from asynckv.integrations.vllm.offload import worker as workers
 from asynckv.integrations.vllm.offload.manager import COUNTED, GAUGES, PREFIX, Manager
 from asynckv.integrations.vllm.offload.region import Region, Shape
+from asynckv.integrations.vllm.offload.seen import OpenMoves
 from asynckv.integrations.vllm.offload.spec import AsyncKVOffloadingSpec, stored
 from asynckv.integrations.vllm.offload.worker import Worker, device_layout
+from asynckv.offload.job import Move, MoveKind, Piece
 from asynckv.ports import CopyOp, Record, RecordsEnded, RecordsLost
 from asynckv.tools.offload.folder import look
 from tests.lab.offload_audit import audit
@@ -1016,6 +1018,15 @@ def test_a_policy_that_counts_uses_hears_of_each_once() -> None:
         assert told == []
     manager.on_request_finished(context)
     assert told == []
+
+
+def test_a_key_that_a_report_names_twice_ends_one_move() -> None:
+    moves = OpenMoves()
+    first, second = (Move(n, MoveKind.LOAD, "", (Piece(0, (key(1),), (0,), (n,), ()),), PAGE) for n in range(2))
+    for move in (first, second):
+        moves.open(move, [key(1)])
+    assert moves.completed([key(1), key(1)]) == [first]
+    assert moves.completed([key(1)]) == [second]
 
 
 def test_a_key_that_is_there_twice_does_no_harm() -> None:
