@@ -17,7 +17,7 @@ import pytest
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges.files import tier as file_tier
-from asynckv.edges.files.index import Entry, FileIndex
+from asynckv.edges.files.index import FileIndex, IndexRow
 from asynckv.edges.files.io import ALIGN, Extent, FileTooShort, transfer
 from asynckv.edges.files.store import OWNER, NoRoom, OwnerLock, Segments, check_room
 from asynckv.edges.host_pool import HostPool
@@ -77,7 +77,7 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_no_lock(
 
 
 def test_a_change_of_the_index_that_failed_changes_nothing_and_the_next_is_whole(tmp_path: Path) -> None:
-    index, entry = FileIndex(tmp_path), Entry(ALIGN, ALIGN, b"key", 1, "layout", "tag", 1)
+    index, entry = FileIndex(tmp_path), IndexRow(ALIGN, ALIGN, b"key", 1, "layout", "tag", 1)
     wrong: Any = entry._replace(far=0, stored_at=None)
     with pytest.raises(sqlite3.IntegrityError):
         index.change({ALIGN: entry, 0: wrong}, [])

@@ -289,7 +289,7 @@ def test_a_rank_is_pinged_while_something_is_owed_there_and_never_else() -> None
 
 def test_a_rank_that_says_nothing_is_given_up_by_a_process_that_is_always_late() -> None:
     config, now = PullConfig(), 0.0
-    peer = Peer("p", 0, 0, Address("tcp://p"), "start", Line(InFlight()), PeerState.READY, pulls={PullId("pull")})
+    peer = Peer("p", 0, 0, Address("tcp://p"), "start", PeerLine(InFlight()), PeerState.READY, pulls={PullId("pull")})
     peer.heard_at = peer.watched_at = now
     while Due.LOST not in (due := peer.due(config, now)):
         if Due.PING in due:
