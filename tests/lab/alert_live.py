@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import functools
 import itertools
 import json
 import shutil
@@ -326,11 +325,12 @@ def main() -> None:
     given, is_well = parser.parse_args(), True
     log_as_json()
     for name in given.names or [*FAULTS, "rollout", "load"]:
-        work = {
-            "rollout": lambda: rollout(given.away_s, keep=given.keep),
-            "load": lambda: load(given.rate, given.seconds, given.busy, keep=given.keep),
-        }.get(name, functools.partial(measure, name))
-        found = asyncio.run(work())
+        if name == "rollout":
+            work = rollout(given.away_s, keep=given.keep)
+        else:
+            options = given.rate, given.seconds, given.busy
+            work = load(*options, keep=given.keep) if name == "load" else measure(name)
+        found = asyncio.run(work)
         is_well &= found.get("is_well", True)
         print(json.dumps(found), flush=True)
     sys.exit(not is_well)

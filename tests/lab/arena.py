@@ -262,7 +262,7 @@ class Side:
 
     def _owed(self) -> dict[str, int]:
         """Return what is owed or held."""
-        gauges = self.engine.statistics().gauges | {"taken": self.blocks.num_taken}
+        gauges = {**self.engine.statistics().gauges, "taken": self.blocks.num_taken}
         return {k: v for k in (*BUSY, "taken") if (v := gauges[k])}
 
 
@@ -337,7 +337,7 @@ class Worker:
         self.stops += number in (signal.SIGSTOP, signal.SIGCONT)
         self.process.signal(number)
 
-    async def ask(self, what: str, within_s: float = PATIENCE_S, /, **fields: Any) -> Any:
+    async def ask(self, what: str, within_s: float | None = PATIENCE_S, /, **fields: Any) -> Any:
         """Have something done, and wait for the answer.
 
         Raises:

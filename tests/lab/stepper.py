@@ -64,7 +64,8 @@ class Scheduler:
 
     async def ended(self, *orders: Announce | Pull) -> str:
         """Give orders, and wait for the end of the request."""
-        future = self._asked[orders[-1].request_id] = self._loop.create_future()
+        future: asyncio.Future[str] = self._loop.create_future()
+        self._asked[orders[-1].request_id] = future
         self.give(*orders)
         return await future
 

@@ -15,6 +15,7 @@ from asynckv.offload.entry import Entry
 from asynckv.offload.tier import Tier
 from asynckv.tiers import copying
 from asynckv.tiers.copying import ByTokens, SlotBySlot
+from asynckv.tiers.jobs import OffloadJob
 from asynckv.tiers.mover import Mover
 from asynckv.tiers.offload import Offload
 from asynckv.tiers.rank import Tiers
@@ -99,7 +100,7 @@ PLANTED = {
         Mover, "_ended", "if ending is Ending.FAILED and lost:", "if ending is Ending.FAILED:", 30
     ),
     "a store that fails says nothing of who reads": Bug(
-        Mover, "outcome", "ended.is_held or ended.outcome", "ended.outcome", 10
+        OffloadJob, "how_it_ended", "ended.is_held or ended.outcome", "ended.outcome", 10
     ),
     "held blocks are free": Bug(Mover, "_take_news", "job.held_by.add(shelf.far)", "pass", 10),
     "slots of another geometry are off by one": Bug(ByTokens, "pieces", "slots[p] for p", "slots[first] for p", 6),
