@@ -403,8 +403,6 @@ def test_a_pull_from_a_rank_that_sends_nothing_takes_no_room_from_others(when: s
         more = ask(world, stalled, decode, 2)
         world.deliver_all()
         assert state(more) is PullState.READING
-        assert len(peer.transfers) == 2
-        assert not decode.core.decode.posting.in_flight.sizes
     pulls = [ask(world, healthy, decode, 200 + i) for i in range(2)]
     world.deliver_all()
     assert [state(pull) for pull in pulls] == [PullState.READING] * 2

@@ -124,30 +124,6 @@ def test_a_pull_that_ends_by_a_bug_is_told_once_it_is_known_what_becomes_of_its_
     asyncio.run(run())
 
 
-def test_an_id_is_told_as_returned_when_its_last_pull_holds_no_blocks() -> None:
-    async def run() -> None:
-        async with Bench(real=False).pair() as (prefill, decode, group):
-            assert decode.data is not None
-            desk, decode.data.deferred = EngineDesk(decode.engine), True
-            for number in range(2):
-                params = group.make_params(f"r{number}", [(0, [number])], 16, written=True)
-                prefill.engine.lend(params)
-                desk.submit([Pull(request_id="d", groups=[(0, [number])], params=params)])
-                await until(lambda: decode.data and len(decode.data.running) == number + 1)  # noqa: B023
-                transfers = [*decode.data.running]
-                decode.data.doubt(transfers[-1])
-                await until(lambda: desk.has_news)
-                assert [each.is_held for each in desk.take_finished().failed] == [True]
-            decode.data.finish(transfers[0])
-            await until(lambda: len(desk._flights) == 1)
-            assert desk.take_finished().returned == []
-            decode.data.finish(transfers[1])
-            await until(lambda: desk.has_news)
-            assert desk.take_finished().returned == ["d"]
-
-    asyncio.run(run())
-
-
 def test_orders_of_which_no_end_is_told_are_told_as_failed_and_retired_once() -> None:
     """The loop ends in an unusual way, so that nothing says what becomes of the blocks."""
 

@@ -19,11 +19,11 @@ from asynckv.core import peers
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import InFlight, PeerLine
 from asynckv.core.outbox import PeerReached
-from asynckv.core.peer import Due, Peer, PeerState
+from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import MAX_UNMET
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.routes import MAX_SOURCES
-from asynckv.core.types import Address, Endpoint, How, KVTransferParams, Outcome, PullId, Reason, ReplyTo
+from asynckv.core.types import Address, Endpoint, How, KVTransferParams, Outcome, Reason, ReplyTo
 from asynckv.core.wire import (
     Ack,
     Claim,
@@ -285,17 +285,6 @@ def test_a_rank_is_pinged_while_something_is_owed_there_and_never_else() -> None
     world.run()
     assert not decode.core.decode.pulls
     assert quiet(world, decode, 60.0) == []
-
-
-def test_a_rank_that_says_nothing_is_given_up_by_a_process_that_is_always_late() -> None:
-    config, now = PullConfig(), 0.0
-    peer = Peer("p", 0, 0, Address("tcp://p"), "start", PeerLine(InFlight()), PeerState.READY, pulls={PullId("pull")})
-    peer.heard_at = peer.watched_at = now
-    while Due.LOST not in (due := peer.due(config, now)):
-        if Due.PING in due:
-            peer.make_ping(1, now)
-        now += 3 * config.heartbeat_s
-        assert now < 10 * config.gone_s
 
 
 def test_our_own_absence_is_no_silence_of_theirs() -> None:
