@@ -78,7 +78,8 @@ def test_a_lock_on_a_file_that_was_removed_meanwhile_is_no_lock(
 
 def test_a_change_of_the_index_that_failed_changes_nothing_and_the_next_is_whole(tmp_path: Path) -> None:
     index, entry = FileIndex(tmp_path), IndexRow(ALIGN, ALIGN, b"key", 1, "layout", "tag", 1)
-    wrong: Any = entry._replace(far=0, stored_at=None)
+    nothing: Any = None  # which the index's table does not take
+    wrong = entry._replace(far=0, stored_at=nothing)
     with pytest.raises(sqlite3.IntegrityError):
         index.change({ALIGN: entry, 0: wrong}, [])
     assert index.said().entries == []
