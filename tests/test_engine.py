@@ -79,7 +79,8 @@ async def test_many_requests_at_once(bench: Bench) -> None:
                 tasks.start_soon(decode.engine.pull, f"d{i}", [(0, [BLOCKS - 1 - i])], params)
         assert decode.blocks(list(range(BLOCKS))) == prefill.blocks(list(range(BLOCKS))[::-1])
         seen = decode.engine.statistics()
-        assert (seen.gauges["peers"], seen.counters["received.welcome"]) == (1, 1), "one handshake serves all"
+        assert seen.gauges["peers"] == 1
+        assert seen.counters["sent.hello"] <= 2, "a Hello is repeated if the answer is late, and serves all requests"
 
 
 async def test_a_full_prefix_hit_is_a_release_without_a_read(bench: Bench) -> None:
