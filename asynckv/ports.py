@@ -40,7 +40,7 @@ class TimerHandle(Protocol):
 
 
 class Clock(Protocol):
-    """The only place where time is read."""
+    """The time by which the core decides."""
 
     def now(self) -> float:
         """Seconds since some fixed moment, counting time spent suspended."""

@@ -1,4 +1,4 @@
-"""Every event as a type, for the log, for metrics and traces, and for the tools that read logs.
+"""The events of an engine as types, for its log, and for the tools that read logs.
 
 An event is named after its type: `lease_ended` comes from `LeaseEnded`. A name never changes, because dashboards and
 readers of old logs depend on it. Fields may be added. An existing field keeps its meaning, and a reader must work
@@ -747,7 +747,7 @@ class DataPlaneRestarted(Told):
     cause: Annotated[str, "Exit status or signal."]
     agent: Annotated[str, "Name of the new agent."]
     seconds: Annotated[float, "Time for which no process served."]
-    transfers_failed: Annotated[int, "Transfers of this engine that failed."]
+    transfers_failed: Annotated[int, "Always 0: the reads of this engine run in its own process."]
 
 
 class DataPlaneBroken(Told):

@@ -18,12 +18,13 @@ soon as they hold.
 1. *Begin.* `Engine.pull` calls `RankCore.pull` (`rank.py`), which makes a `Request` (`attempts.py`). `_attempt` checks
    the blocks and makes a `Pull` (`pull.py`) with a `Source` (`source.py`) for each prefill rank that this rank answers
    for (`Routes.answered_for`, `routes.py`). If any of this raises, nothing has begun.
-2. *Meet.* `DecodeSide.start` (`decode.py`) writes the blocks into the `Ledger` (`ledger.py`). `Peers.meet` (`peers.py`)
-   sends a Hello to each rank to read that is not known. A Welcome becomes the command `LoadPeer` (`outbox.py`), and its
-   end calls `load_ended`, where `_ready` continues all pulls that waited for the peer (`peer.py`).
-3. *Route.* Once the ranks are ready, `_route` chooses what is read of which, and `Pull.routed` leads to QUEUED. The
-   next request of the same ranks finds `Route.ready`, so that `start` does steps 2 to 4 at once. A request that is
-   announced (`RankCore.announce`) comes to its claims without blocks.
+2. *Meet.* `DecodeSide.start` (`decode.py`) has `Peers.meet` (`peers.py`) send a Hello to each rank to read that is not
+   known, a few at a time, and writes the blocks into the `Ledger` (`ledger.py`). A Welcome becomes the command
+   `LoadPeer` (`outbox.py`), and its end calls `load_ended`, where `_ready` continues all pulls that waited for the
+   peer.
+3. *Route.* Each rank that is ready is claimed at (`Pull.met`). Once all are, `_route` chooses what is read of which,
+   and `Pull.routed` leads to QUEUED. The next request of the same ranks finds `Route.ready`, so that `start` does steps
+   2 to 4 at once. A request that is announced (`RankCore.announce`) comes to its claims without blocks.
 4. *Claim and queue.* `_carry_out` carries out the effects of each step of the pull in order. SEND lets `make_messages`
    claim; QUEUE asks `Admission` (`flow.py`) for a place. The driver (`engine/driver.py`) sends what is in the outbox
    before it posts, so that the claim travels ahead of the read.
@@ -43,7 +44,7 @@ soon as they hold.
    side the last `Pull.settled` leads to RELEASED and FINISH, or to QUARANTINED while a transfer may still write: then
    the blocks return with its end, or are retired after `held_s`.
 
-Besides `rank`, the engine calls `rank.decode` (reports of the planes; posting; `cancel`, `forget`, `leave`) and
-`rank.prefill.revoke`, empties `rank.outbox`, and answers questions (`rank.on_question`, `asynckv/account`). It makes
-the `Lifecycle` itself.
+Besides `rank`, the engine calls `rank.decode` (reports of the planes; posting; `forget`, `leave`) and `rank.prefill`
+(`revoke`, `reclaim`, `unreachable`, copies), empties `rank.outbox`, and answers questions (`rank.on_question`,
+`asynckv/account`). It makes the `Lifecycle` itself. An offload holds its blocks in `rank.ledger`.
 """

@@ -61,7 +61,7 @@ def blocks_of(pull: Pull) -> dict[int, tuple[int, ...]]:
 
 
 class Waiter(Protocol[T]):
-    """A caller that waits for a request, or for a job of an offload. The engine calls it; the core only carries it."""
+    """A caller that waits for a request, or for a job of an offload. Its engine or its offload calls it."""
 
     def ended(self, job: T) -> None:
         """Take the end: the outcome of the last attempt, or why the next one could not begin."""

@@ -202,7 +202,7 @@ class Effects(Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The state machine of one lent request. Other code may read its fields, but never writes them."""
+    """The state machine of one lent request. Other code writes only `number`, `on_end` and `is_sampled`."""
 
     lent: Lent
     lent_at: float

@@ -2,12 +2,14 @@
 
     calls     lend, withdraw                   -> prefill side
               announce, pull, cancel, abandon, discharge -> decode side
-              shut, close                       -> both sides, and the readers that shook hands
+              shut                              -> prefill side, readers
+              close                             -> both sides
     packets   of readers                        -> prefill side, readers
               of ranks that we read             -> decode side
     time      tick                              -> the parts that asked to be woken
 
-Every input comes with `now`. Reports of the planes on transfers, peers and addresses go directly to `RankCore.decode`.
+Inputs come with `now` if they depend on it. Reports of the planes on transfers, peers and addresses go directly to
+`RankCore.decode`, those on packed copies and lost readers to `RankCore.prefill`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors as registered memory, and a wait until a GPU has written them: the only file that knows torch.
+"""Tensors as registered memory, and a wait until a GPU has written them. Beside vLLM's connector, no file knows torch.
 
 Storages become the memories of a `Layout`; shapes and strides become its views. NIXL does not wait for any stream, so
 `synchronize` waits for the events recorded after the kernels that write blocks, before these are lent. torch is loaded

@@ -1,8 +1,9 @@
 """Orders from an engine's worker and their results, as plain values that may cross threads and processes.
 
-A step submits a list of orders in one call, and takes all new results as one `Finished`. Every order is reported in one
-list, once, even if the engine is closed meanwhile. Results name the request's id, so an id belongs to one order of a
-kind at a time. A second order is reported in `refused`.
+A step submits a list of orders in one call, and takes all new results as one `Finished`. Every `Pull`, `Load`, `Store`,
+`Lend` and `Lookup` has its end in one list, once, even if the engine is closed meanwhile; failed ones that still hold
+blocks are also in `returned` or `retired` later. Other orders are reported only if they are refused. Results name the
+request's id, so an id belongs to one order of a kind at a time. A second order is reported in `refused`.
 """
 
 from __future__ import annotations

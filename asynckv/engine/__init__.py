@@ -5,7 +5,8 @@ its arguments and schedules a turn of the loop. The core puts a claim and a read
 driver sends the claim and posts the read. The answer and the end of the transfer arrive as events. After the second of
 them the core reports that the pull has ended, and the driver wakes its caller.
 
-Everything runs on one event loop, so the core is never entered twice at once, and nothing here takes a lock.
+Everything runs on one event loop, so the core is never entered twice at once, and takes no lock (`observation.py` has
+one, for readers on other threads).
 """
 
 from asynckv.engine.engine import Engine

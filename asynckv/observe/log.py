@@ -1,7 +1,7 @@
 """Structured logs: an event whenever a request ends, a lease ends or a peer changes.
 
 `setup.py` chooses where events go, `told.py` defines them, and `sampling.py` chooses which successes are logged.
-Most events are made where they happen. Events about pulls and leases are made here, because few of them are logged.
+Most events are made where they happen. The ends of pulls and leases are made here, because few of them are logged.
 
 An event costs about 50 microseconds, ten times as much as the core spends on the request. Therefore levels are checked
 before anything is formatted. Failures are always logged, with their history or with the id of a pull that failed in the

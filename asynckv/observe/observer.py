@@ -1,8 +1,8 @@
-"""Observers of an engine in addition to its log: metrics, traces, or the application's own.
+"""Observers of an engine: its log, metrics, traces, or the application's own.
 
 The engine calls an `Observer` (`engine.observation.observe`) on its loop, in the middle of a turn, so the observer must
-be quick and must change nothing. Its exceptions are only counted (`observers.failed`). Counts that the engine keeps
-anyway are read as a `Reading`, from any thread (`Observed.ask`).
+be quick and must change nothing; the log alone notes which requests it samples. Its exceptions are only counted
+(`observers.failed`). Counts that the engine keeps anyway are read as a `Reading`, from any thread (`Observed.ask`).
 """
 
 from __future__ import annotations

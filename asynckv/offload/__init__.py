@@ -1,7 +1,7 @@
 """Offload: decides which blocks are kept in host memory and in files, in which slots, and which moves come next.
 
 This folder has no bytes, clock, files or awaits. Jobs go in, moves come out, and the ends of moves go in.
-`asynckv/edges` has the memory and the files, `asynckv/geometry` computes the bytes of a block, and `asynckv/engine`
+`asynckv/edges` has the memory and the files, `asynckv/geometry` computes the bytes of a block, and `asynckv/tiers`
 joins them.
 
 - A block's key is the engine's hash of all tokens up to its end, within a namespace for the model and the layers.
@@ -28,5 +28,5 @@ from __future__ import annotations
 
 from asynckv.public import lazily
 
-# Late, because the engine itself imports modules of this folder.
+# Late, because these names lie in rooms above (`tiers`, `embed`), which import this one.
 __all__, __getattr__ = lazily(__name__)

@@ -70,7 +70,7 @@ def only(holder: Holder) -> frozenset[Holder]:
 
 
 class Entry(Struct, eq=False, gc=False):
-    """One stored block in one tier. There may be millions, so `gc` ignores them. Only this class writes its fields."""
+    """One stored block in one tier. There may be millions, so `gc` ignores them. Its tier and its job write it."""
 
     group: int
     hash: bytes  # its key within the group

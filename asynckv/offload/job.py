@@ -159,7 +159,7 @@ class Item(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """The state machine of one job. Only the catalogue writes its fields."""
+    """The state machine of one job. The catalogue and its parts (`Jobs`, `Cutting`) write its fields."""
 
     job_id: str
     kind: JobKind

@@ -1,7 +1,7 @@
 """One tier: its blocks by their keys, their slots, and their eviction.
 
-Every change of an entry goes through here. A written block can be found and evicted, a dropped block cannot be found,
-and a block that is gone gives its slot back.
+Entries are found, given slots and dropped here. A written block can be found and evicted, a dropped block cannot be
+found, and a block that is gone gives its slot back.
 
 A group evicts its own blocks first. If it has none, or has evicted a chunk's worth, it may take a whole chunk from
 records of another size: the least recently used chunk. In the second case every block in it must have been used before

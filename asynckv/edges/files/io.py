@@ -1,4 +1,4 @@
-"""The port by which bytes get into files and out of them; NIXL's POSIX back end implements it (`file_nixl.py`).
+"""The port by which bytes get into files and out of them; NIXL's POSIX back end implements it (`nixl.py`).
 
 `FileIO` takes a *batch* of extents, and reports later whether all of it is in place. NIXL queues several batches if
 they bypass the page cache. It reports that a batch has failed, but not which extent, and not whether a part of it still

@@ -1,6 +1,6 @@
 """The record plane on files: blocks that outlive the process, in a directory of its own.
 
-A thread does the work (`file_worker`); the loop never waits for the disk. A record is served only if a checksum over
+A thread does the work (`worker.py`); the loop never waits for the disk. A record is served only if a checksum over
 its bytes and its key matches. So nothing depends on the order in which bytes and index reach the disk.
 
 A tier that is *only read* takes a snapshot of a directory that may belong to another process, without its lock, and

@@ -3,7 +3,7 @@
 NIXL hands UCX's parts to UCX without their length. UCX ends the process on a worker address of an unknown version, and
 on a memory key that names more memory domains than there are (62 of 275 mutations). NIXL ends it on an unknown kind of
 memory. All three are refused here. UCX also ends on the contents of some worker addresses (8 of 12,000 mutations), so
-the metadata of a peer that is not trusted is loaded by a separate process first (`taster.py`).
+the metadata of a peer that is not trusted is loaded by a separate process first (`survivor/taster.py`).
 """
 
 from __future__ import annotations

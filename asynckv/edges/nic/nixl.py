@@ -108,7 +108,7 @@ PACE = 1.5
 
 
 class PeerTrials(Protocol):
-    """A trial of peers in another process before they are loaded here (`taster.py`)."""
+    """A trial of peers in another process before they are loaded here (`survivor/taster.py`)."""
 
     num_refused: int
 

@@ -306,7 +306,7 @@ class SchedulerHalf:
         return failing
 
     def _reclaim(self, now: float) -> None:
-        """Ask readers for room for the oldest queued request, once it has waited for `grant_s`."""
+        """Have workers revoke requests, to make room for the oldest queued one, once it has waited for `grant_s`."""
         oldest = next(iter(self._queued.values()))
         if (
             self._pool is None

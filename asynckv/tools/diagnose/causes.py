@@ -8,8 +8,8 @@ be written. Blocks are not late if they were revoked, withdrawn, or released wit
 wait, before the announcement's time is up.
 
 The table and the catalogue are in `causes.toml`. `WHY` has a cause for each pair of the owner's view of a reader
-(`Owner`) and the view of the reader and its process (`Reader`). Each cause has one `HEADING`, which says where to look.
-Some causes are *classes*: they stand for several that cannot be told apart without the other side's logs.
+(`OwnerView`) and the view of the reader and its process (`ReaderView`). Each cause has one `HEADING`, which says where
+to look. Some causes are *classes*: they stand for several that cannot be told apart without the other side's logs.
 """
 
 from __future__ import annotations
