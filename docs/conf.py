@@ -61,7 +61,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(anyio|msgspec|nixl|np|npt|numpy|prometheus_client|rich|structlog|torch|typer|zmq)(\..*)?"),
     (r"py:class", r"(Any|Awaitable|Callable|Iterable|Iterator|Mapping|Path|Sequence|TracerProvider)"),
     # Types of arguments that only asynckv's own tests give. A public name is found under both of its names.
-    (r"py:class", r"asynckv\.(core|edges|embed|engine|geometry|observe|offload|ports|testing)\..*"),
+    (r"py:class", r"asynckv\.(account|core|edges|embed|engine|geometry|observe|offload|ports|testing|tiers|told)\..*"),
 ]
 
 

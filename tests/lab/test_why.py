@@ -41,6 +41,8 @@ HANGS, ELSEWHERE = (finding("STOPPED", f"{RANKS[x]} makes no steps") for x in ("
         ("idle_embedders_make_no_steps", "decode", 3, [], RIGHT),
         ("idle_embedders_make_no_steps", "decode", 0, [], MISSED),
         ("idle_embedders_make_no_steps", "decode", 1, [finding("UNKNOWN", "late")], WRONG),
+        ("announced_and_waiting_in_order", "prefill", 1, [finding("UNKNOWN", "late")], OPEN),
+        ("announced_and_waiting_in_order", "decode", 1, [finding("UNKNOWN", "late")], WRONG),
         ("a_crash_loop", "logs", 1, [finding("GONE", f"{RANKS['decode']} died")] * 2, WRONG),
         ("lent_when_all_readers_were_closed", "prefill", 1, [finding("NEVER_CAME", "nobody")], RIGHT),
         ("lent_when_all_readers_were_closed", "logs", 1, [finding("NEVER_CAME", "nobody")], WRONG),
@@ -120,7 +122,7 @@ async def test_schedulers_that_hang_are_named_in_each_way() -> None:
     found: dict[str, list[Look]] = {}
     await examine_all(Fresh, list(stuck), 2, found.__setitem__)
     for name, (rank, what) in stuck.items():
-        for look in (x for x in found[name] if x.way in CASES[name].knows):
+        for look in (x for x in found[name] if x.way in ("logs", "live", "both")):  # one side alone may not know
             assert (look.verdict, look.is_named) == (RIGHT, True), look
             assert f"scheduler_stuck: the scheduler of {rank}@" in look.said
             assert what in look.said or look.way == "decode", look
