@@ -12,7 +12,7 @@ from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.attempts import Request, RequestState
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease
-from asynckv.core.pull import PullRequest
+from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Reason
 from asynckv.errors import EngineClosed, LocalProtocolError
 from tests.world import Rank, World, make_layout
@@ -225,3 +225,19 @@ def test_the_end_of_the_agent_ends_what_is_left() -> None:
     one.do(one.core.destroyed)
     assert isinstance(one.request.refusal, EngineClosed)
     assert one.is_told_once()
+
+
+def test_a_bug_after_the_first_attempt_failed_leaves_no_request_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = One()
+    one.do(one.core.cancel, "d")
+    one.do(one.core.decode.forget, one.prefill.address)  # its next pull fails for now, within `pull` itself
+    one.outcomes()
+    params = one.world.params([one.prefill], "r2", [4], 4, written=True)
+    one.world.lend(one.prefill, params)
+    monkeypatch.setattr(Pull, "make_release", lambda *args: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        one.core.pull(PullRequest("d2", [(0, [8])], params), 1, 20.0, one.world.time(one.decode))
+    monkeypatch.undo()
+    assert one.core.requests == []
+    one.do(one.core.tick)
+    one.core.close(one.world.time(one.decode))

@@ -27,7 +27,7 @@ import asynckv.testing
 from asynckv import layout, offload
 from asynckv.core import wire
 from asynckv.core.types import Reason
-from asynckv.engine.attempts import ERRORS
+from asynckv.engine.caller import ERRORS
 from asynckv.engine.lent import LentRequest
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.offload import options as offload_options

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from asynckv import Engine, EngineClosed, EngineConfig, PrefillRanks, PullConfig, WrongThread
-from asynckv.embed import Announce, Cancel, EngineDesk, Lend, Pull
+from asynckv.embed import Announce, Cancel, EngineDesk, Lend, Load, Pull, Store
 from asynckv.embed import desk as embed_desk
 from asynckv.engine import driver as driver_module
 from asynckv.testing import SimControl, SimData, SimNetwork
 from tests.engines import Bench, memory, news_of, until
+from tests.offloads import SIZE, chain, layout_of
+from tests.offloads import Rank as OffloadRank
 
 
 @pytest.mark.nixl
@@ -299,3 +301,81 @@ def test_a_thread_that_holds_the_gil_ends_no_slice(monkeypatch: pytest.MonkeyPat
     finally:
         is_over.set()
         spinner.join()
+
+
+class Raising:
+    """An application's `on_news` that raises once, when it is armed."""
+
+    is_armed = False
+
+    def __call__(self) -> None:
+        if self.is_armed:
+            self.is_armed = False
+            raise RuntimeError("on_news")
+
+
+def test_an_on_news_that_raises_costs_no_job_its_end_or_its_blocks() -> None:
+    async def run() -> None:
+        rank, on_news = OffloadRank(layout_of(), timeout_s=2.0, held_s=60.0), Raising()
+        async with rank.engine:
+            await rank.offload.start()
+            await rank.offload.store("s", [(0, [9])], chain("x", 1))
+            desk, rank.copies.deferred = EngineDesk(rank.engine, on_news=on_news), True
+            stores = [Store(request_id=x, groups=[(0, [i])], hashes=chain(x, 1)) for i, x in enumerate("ab", 1)]
+            desk.submit(stores)
+            desk.carry_out()
+            on_news.is_armed = True
+            rank.copies.finish()
+            await until(lambda: not rank.engine.holds())
+            assert {x.request_id for x in desk.take_finished().stored} == {"a", "b"}
+
+            desk.submit([Store(request_id="late", groups=[(0, [3])], hashes=chain("late", 1))])
+            desk.carry_out()
+            on_news.is_armed = True
+            rank.clock._now += 60.0  # the loop was away, so the next order finds the end of this one
+            desk.submit([Load(request_id="l", groups=[(0, [5])], hashes=chain("x", 1), num_tokens=SIZE)])
+            desk.carry_out()
+            (late,) = desk.take_finished().offload_failed
+            assert late.request_id == "late"
+            assert [(x.request_id, x.reason) for x in rank.engine.holds()] == [
+                ("late", "quarantined"),
+                ("l", "loading"),
+            ]
+            rank.copies.finish()
+            await until(lambda: desk.has_news)
+            assert [x.request_id for x in desk.take_finished().loaded] == ["l"]
+
+    asyncio.run(run())
+
+
+def test_an_on_news_that_raises_has_each_order_told_once_and_lets_the_engine_close() -> None:
+    async def run() -> None:
+        bench = Bench(real=False)
+        async with bench.pair() as (prefill, decode, group):
+            on_news, lending = Raising(), Raising()
+            desk, lender = EngineDesk(decode.engine, on_news=on_news), EngineDesk(prefill.engine, on_news=lending)
+            params, _ = prefill.lent(group, "r", [1], written=True)
+            on_news.is_armed = True
+            desk.submit([Pull(request_id="r", groups=[(0, [2])], params=params)])
+            await until(lambda: desk.has_news)
+            await desk.settle()
+            told = desk.take_finished()
+            assert ([x.request_id for x in told.finished_recving], told.failed, told.retired) == (["r"], [], [])
+
+            kept = group.make_params("kept", [(0, [1])], 16, written=True)
+            lender.submit([Lend(kept)])
+            lender.carry_out()
+            params, lent = prefill.lent(group, "other", [2], written=True)
+            for name, each in (("kept", kept), ("other", params)):
+                decode.engine.announce(name, each)
+            waits = asyncio.create_task(lent.wait_released())
+            await until(lambda: [x.ranks[0].state for x in prefill.engine.requests()] == ["granted"] * 2)
+            lending.is_armed = True
+            closing = asyncio.create_task(prefill.engine.aclose(0.0))
+            while not closing.done():
+                await asyncio.sleep(0)
+                bench.clock.advance(0.01)
+            await closing
+            assert (await waits).cause == "closed"
+
+    asyncio.run(run())

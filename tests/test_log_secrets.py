@@ -129,7 +129,7 @@ async def test_no_token_is_in_logs_or_errors_whatever_fails(sim: Bench, heard: H
         # Bugs of ours, which are logged with what was raised.
         held = next(iter(core.prefill.leases))
         lease = core.prefill.leases.pop(held)
-        prefill.engine._driver._safely(core.prefill.leases.__getitem__, held)
+        prefill.engine._driver.safely(core.prefill.leases.__getitem__, held)
         await heard.failing(prefill.engine.check_integrity)
         core.prefill.leases[held] = lease
         lost = made("lost", 9, written=True)

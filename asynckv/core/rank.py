@@ -229,8 +229,14 @@ class RankCore:
         except BaseException:
             # After an error the caller reuses its blocks, so nothing may fill them any more.
             pull.owner, request.pull = None, before
-            if self.decode.pulls.get(pull.pull_id) is pull and pull.reason is None:
-                self.decode.cancel(pull, now)
+            if self.decode.between.get(pull.request_id) is request:  # it failed for now, and something raised then
+                del self.decode.between[pull.request_id]
+                self.timers.forget(request)
+            if self.decode.pulls.get(pull.pull_id) is pull:
+                if pull.reason is None:
+                    self.decode.cancel(pull, now)
+                else:
+                    self.timers.wake(pull, now)
             raise
 
     def _go_on(self, request: Request, now: float) -> None:
@@ -250,8 +256,9 @@ class RankCore:
             try:
                 return self._attempt(request, now)
             except Exception as exc:
-                request.refused(exc)
                 bug = None if isinstance(exc, AsyncKVError) else exc
+                # The traceback of a refusal would keep this frame, and so the request with its blocks.
+                request.refused(exc if bug else exc.with_traceback(None))
         self.outbox.commands.append(RequestReached(request, Milestone.ENDED))
         if request.pull is not None and request.pull.is_retired:
             self.outbox.commands.append(RequestReached(request, Milestone.RETIRED))
@@ -499,7 +506,9 @@ class RankCore:
                 self.decode.tick_peer(peer, now)
                 return steps
             case Request() as request:
+                steps = 1 if request.pull is None else request.pull.steps
                 self._go_on(request, now)
+                return steps
             case DecodeSide() as decode:
                 decode.meet_waiting(now)
             case Peers() as peers:

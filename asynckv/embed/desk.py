@@ -7,9 +7,10 @@ in slices of a millisecond, because its thread shares the GIL with the engine's 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -64,7 +65,8 @@ class EngineDesk:
         self._wake, self._on_news = wake, on_news
         self._handed: deque[Order] = deque()
         self._due: asyncio.Handle | None = None  # the next slice, if one was asked for
-        self._flights: dict[_Flight, None] = {}  # pulls, loads and stores that have not ended, or still hold blocks
+        self._flights: dict[tuple[type, str], list[_Flight]] = {}
+        """Pulls, loads and stores that have not ended, or still hold blocks."""
         self._lent: dict[str, LentRequest] = {}
         """Lent requests by id, each of one request only, because `finished_sending` reports an id."""
         self._news: deque[tuple[str, Any, float]] = deque()  # each with the time since which it waits
@@ -153,7 +155,7 @@ class EngineDesk:
         """Report every order that has not ended as failed, because the engine tells no more ends."""
         self._refuse_all()
         flights, self._flights = self._flights, {}  # later reports of these are dropped, because this one is final
-        for flight in flights:
+        for flight in itertools.chain.from_iterable(flights.values()):
             order = flight.order
             if not flight.is_held:
                 self._tell(_of(order, "failed"), Failed(order.request_id, _held(order, flight.bug or cause)))
@@ -247,23 +249,16 @@ class EngineDesk:
         given: Mapping[str, Any],
     ) -> None:
         flight = _Flight(self, order, result_of)
-        self._flights[flight] = None
+        self._flights.setdefault(flight.key, []).append(flight)
         try:
             begin(flight, **given)
         except BaseException as exc:
-            self._flights.pop(flight, None)
-            if isinstance(exc, LocalProtocolError) and any(not each.is_held for each in self._same(flight)):
+            flight.leave()
+            if isinstance(exc, LocalProtocolError) and not all(each.is_held for each in flight.others):
                 # `failed` names only an id, so the scheduler would take this for the end of the earlier order.
                 self._tell("refused", Refused(order, exc))
                 return
             raise
-
-    def _same(self, flight: _Flight) -> list[_Flight]:
-        """Return the others of this kind and id; those that have failed hold blocks."""
-        kind, name = type(flight.order), flight.order.request_id
-        if not isinstance(name, str):
-            return []
-        return [x for x in self._flights if x is not flight and type(x.order) is kind and x.order.request_id == name]
 
     def _sent(self, end: LeaseEnd) -> None:
         if self._lent.pop(end.request_id, None) is not None:
@@ -271,7 +266,7 @@ class EngineDesk:
 
     def _tell(self, kind: str, value: object) -> None:
         self._news.append((kind, value, self.engine._clock.now()))
-        self._on_news()
+        self.engine._tell_outside(self._on_news)
 
 
 class _Flight:
@@ -279,39 +274,53 @@ class _Flight:
 
     def __init__(self, desk: EngineDesk, order: Pull | Load | Store, result_of: Callable[[Any], object]) -> None:
         self._desk, self.order, self._result_of = desk, order, result_of
+        self.key = type(order), order.request_id if isinstance(order.request_id, str) else str(id(self))
         self.is_held = False  # True once it was reported in `failed`, and still holds blocks
         self.bug: Exception | None = None  # an error that says nothing of blocks, which are held
 
+    @property
+    def others(self) -> Sequence[_Flight]:
+        """Return those of this kind and id, once this one has left; those that have failed hold blocks."""
+        return self._desk._flights.get(self.key, ())
+
+    def leave(self) -> bool:
+        """Take no more reports; return False if the final one was made before."""
+        if self not in self.others:
+            return False
+        (mine := self._desk._flights[self.key]).remove(self)
+        if not mine:
+            del self._desk._flights[self.key]
+        return True
+
     def ended(self, job: Any) -> None:
         desk, order = self._desk, self.order
-        if self not in desk._flights:
+        if self not in self.others:
             return
+        kind, report = AWAITED[type(order)], object()
         try:
-            result = self._result_of(job)
+            report = self._result_of(job)
         except AsyncKVError as exc:
-            desk._tell(_of(order, "failed"), Failed(order.request_id, exc))
+            kind, report = _of(order, "failed"), Failed(order.request_id, exc)
             self.is_held = isinstance(exc, PullError) and bool(exc.held)
         except Exception as exc:
             self.bug = exc
             if not job.is_free:
                 return  # it is told once it is known what becomes of the blocks
-            desk._tell(_of(order, "failed"), Failed(order.request_id, exc))
-        else:
-            desk._tell(AWAITED[type(order)], result)
+            kind, report = _of(order, "failed"), Failed(order.request_id, exc)
         if not self.is_held:
-            del desk._flights[self]
+            self.leave()
+        desk._tell(kind, report)
 
     def returned(self, _: object, is_retired: bool) -> None:
         desk, order = self._desk, self.order
-        if self not in desk._flights:
+        if not self.leave():
             return  # it held no blocks
-        del desk._flights[self]
         if self.bug is not None:
             error = _held(order, self.bug) if is_retired else self.bug
             desk._tell(_of(order, "failed"), Failed(order.request_id, error))
         if is_retired:
             desk._tell(_of(order, "retired"), order.request_id)
-        elif self.bug is None and not any(each.is_held for each in desk._same(self)):
+        elif self.bug is None and not any(each.is_held for each in self.others):
             # `returned` names an id, so it waits for the last attempt under this id that holds blocks.
             desk._tell(_of(order, "returned"), order.request_id)
 

@@ -40,7 +40,7 @@ from asynckv.core.outbox import (
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.rank import RankCore
-from asynckv.core.types import Address, How, ReplyTo, members
+from asynckv.core.types import Address, How, PullId, ReplyTo, members
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.edges.transports import is_loopback
 from asynckv.engine.home import Home
@@ -137,6 +137,7 @@ class Driver:
         self.observers = Observers(recorder)
         self.guests: list[EngineGuest] = []
         self.data_down = self.control_down = ""
+        self._returning: dict[PullId, asyncio.Event] = {}  # pulls whose blocks a caller waits for
         self._loading: set[asyncio.Task[None]] = set()
         self._due: asyncio.Handle | None = None  # the next turn, if one was asked for
         self._has_waited = False  # True if queued messages were already held back one turn, to share a packet
@@ -228,22 +229,27 @@ class Driver:
         self.core.destroyed(self.clock.now())
         self._obey()
         now = self.clock.now()
+        for event in self._returning.values():
+            event.set()
+        self._returning.clear()
         for lease in self.core.prefill.leases.values():
             if lease.on_end is not None:  # else told before, because a suspended engine that is closed ends twice
-                lease.on_end()
+                self.safely(lease.on_end)
                 self.core.outbox.counters["leases.closed"] += 1
                 self.tell(self.observers.lease_ended, lease, now)
-        self.turned.set()
         self.recorder.tell_groups(now)
 
     async def until_returned(self, pull: Pull) -> None:
         """Wait until nothing can write a pull's blocks any more; raise `BlocksRetired` if they are given up."""
         self.home.here(PullError.returned)
-        while not (pull.is_returned or pull.is_retired or self.life.state is LifeState.CLOSED):
-            self.turned.clear()
-            await self.turned.wait()
+        if not (pull.is_returned or pull.is_retired or self.life.state is LifeState.CLOSED):
+            await self._returning.setdefault(pull.pull_id, asyncio.Event()).wait()
         if pull.is_retired and not pull.is_returned:
             raise BlocksRetired("a transfer that does not end may still write these blocks; never use them again")
+
+    def _tell_returned(self, pull: Pull) -> None:
+        if (event := self._returning.pop(pull.pull_id, None)) is not None:
+            event.set()
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -263,7 +269,7 @@ class Driver:
 
     def on_question(self, asker: object, asked: StatusRequest, answer: Callable[[Status], None]) -> None:
         """Take a question that came by another way than the control plane's."""
-        self._safely(self.survey.ask, asker, asked, answer, self.clock.now())
+        self.safely(self.survey.ask, asker, asked, answer, self.clock.now())
         self.soon()
 
     def on_refused(self, cause: str, peer: str) -> None:
@@ -277,7 +283,7 @@ class Driver:
         self.recorder.log(told.Refused(cause, short(peer)), self.clock.now())
         if cause in HOW:
             hint = TURNED_AWAY if cause == How.TURNED_AWAY else ""
-            self._safely(self.core.decode.hint, Address(peer), How(cause), hint)
+            self.safely(self.core.decode.hint, Address(peer), How(cause), hint)
 
     def on_data(self) -> None:
         before = self._polled_at
@@ -286,18 +292,18 @@ class Driver:
         for news in found:
             match news:
                 case TransferEnded():
-                    self._safely(self.core.decode.ended, news, now - before, now)
+                    self.safely(self.core.decode.ended, news, now - before, now)
                 case CopyMade(slot, cause):
-                    self._safely(self.core.prefill.copies.made, slot, cause)
+                    self.safely(self.core.prefill.copies.made, slot, cause)
                 case AgentLost():
                     self.data_down = news.cause or "its process died"
-                    self._safely(self.core.agent_lost)
+                    self.safely(self.core.agent_lost)
                     if news.pause_s:
                         self.recorder.log(told.DataPlaneBroken(news.cause, news.pause_s))
                 case AgentReplaced():
                     self.data_down = ""
                     self.core.outbox.counters["agents_replaced"] += 1
-                    self._safely(self.core.agent_replaced, news.agent.name, news.agent.metadata)
+                    self.safely(self.core.agent_replaced, news.agent.name, news.agent.metadata)
                     seconds = round(news.seconds, 6)
                     self.recorder.log(told.DataPlaneRestarted(news.cause, news.agent.name, seconds, 0))
                 case _:
@@ -307,7 +313,7 @@ class Driver:
 
     def _on_timer(self) -> None:
         due, self._timer, self._timer_at = self._due_at, None, math.inf
-        self._safely(self._tick, due)
+        self.safely(self._tick, due)
         if self._timer is None:
             self.soon()  # which arms it, as everybody's deadlines hang on it
 
@@ -326,12 +332,15 @@ class Driver:
         self._beats_fast = not core.is_idle or core.prefill.num_parked > 0
         self._beat_at = math.inf if self.life.is_shut else now + (BEAT_S if self._beats_fast else IDLE_BEAT_S)
         if self._next_at <= now:
-            for alike in self.watch.tick(now):
-                self.recorder.held_for_long(alike, [self.inspect.status(held, now) for held in alike.oldest])
+            self.safely(self._tell_held, now)
             self.survey.tick(now)
             core.tick(now)
             self.soon()
         self._arm(min(self._next_at, self._beat_at))
+
+    def _tell_held(self, now: float) -> None:
+        for alike in self.watch.tick(now):
+            self.recorder.held_for_long(alike, [self.inspect.status(held, now) for held in alike.oldest])
 
     @property
     def _next_at(self) -> float:
@@ -349,7 +358,8 @@ class Driver:
         # Overdue work (pinging a peer that was idle until now) is due now, and does not count as late.
         self._due_at = max(when, self.clock.now())
 
-    def _safely(self, take: Callable[[*Ts], object], *args: *Ts) -> None:
+    def safely(self, take: Callable[[*Ts], object], *args: *Ts) -> None:
+        """Call a function, and count and log what it raises."""
         try:
             take(*args)
         except Exception as exc:
@@ -467,6 +477,8 @@ class Driver:
                         if not pull.is_returned:
                             pull.was_held = True
                             outbox.counters["blocks.kept"] += 1
+                        elif self._returning:
+                            self._tell_returned(pull)
                         if pull.kind is not Kind.DISCHARGE:
                             self.tell(self.observers.pull_ended, pull, now)
                     case RequestReached(request, M.ENDED):
@@ -476,9 +488,11 @@ class Driver:
                         self.release_s.append(pull.measures.released_at - pull.published_at)
                         self.tell(self.observers.pull_over, pull, now)
                     case PullReached(pull, M.RETURNED):
+                        self._tell_returned(pull)
                         if pull.was_held:
                             recorder.blocks_returned(pull, now)
                     case PullReached(pull):  # M.RETIRED
+                        self._tell_returned(pull)
                         self.tell(self.observers.blocks_retired, pull, now)
                     case RequestReached(request, M.RETURNED | M.RETIRED):
                         if request.waiter is not None:
@@ -521,7 +535,7 @@ class Driver:
             self._send()  # a later message would open another link, which is never closed
             unlinked, outbox.unlinked = outbox.unlinked, {}
             for address in unlinked:
-                self._safely(self.control.disconnect, address)
+                self.safely(self.control.disconnect, address)
 
     async def _load(self, peer: Peer, metadata: bytes) -> None:
         core = self.core
@@ -533,5 +547,5 @@ class Driver:
             await self.data.add_remote_agent(agent, peer.layout.memories)
         except Exception as exc:  # pulls that wait for this peer must hear of any error
             failure = (str(exc) if isinstance(exc, BackendError) else "") or repr(exc)
-        self._safely(core.decode.load_ended, peer, failure, self.clock.now())
+        self.safely(core.decode.load_ended, peer, failure, self.clock.now())
         self.soon()

@@ -30,7 +30,7 @@ from asynckv.core.readers import Identity
 from asynckv.core.types import MAX_HASHES, Address, Endpoint, KVTransferParams, decode_params, rank_name, sendable
 from asynckv.edges.control.local import LocalDoor, socket_name
 from asynckv.edges.kernel import identity, processor_waits
-from asynckv.engine.attempts import Caller, outcome
+from asynckv.engine.caller import Caller, outcome
 from asynckv.engine.driver import Driver
 from asynckv.engine.ending import Shutdown
 from asynckv.engine.home import NOT_STARTED, Home
@@ -666,6 +666,10 @@ class Engine:
     @property
     def _is_asleep(self) -> bool:
         return self._driver.core.decode.alive_at == math.inf
+
+    def _tell_outside(self, call: Callable[[], None]) -> None:
+        """Call a function of the application. Its exceptions are counted, because no request is to suffer for them."""
+        self._driver.tell((call,))
 
     def _shows_life(self, *, is_asleep: bool = False) -> None:
         """Note that the embedder is alive, or that it sleeps until there are results."""

@@ -157,7 +157,7 @@ class Mover:
         if sum(map(len, held.values())) > IN_ONE_TURN:
             self.soon()
         else:
-            self.pump()
+            self._driver.safely(self.pump)  # a bug in it is none of this job's, which holds its blocks
         return job
 
     def of_request(self, request_id: str) -> list[OffloadJob]:
