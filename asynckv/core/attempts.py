@@ -67,7 +67,7 @@ class Waiter(Protocol[T]):
         """Take the end: the outcome of the last attempt, or why the next one could not begin."""
 
     def returned(self, job: T, is_retired: bool) -> None:
-        """Take back blocks that were held at the end, or hear that they are given up. Jobs tell it also if none were."""
+        """Take back blocks that were held at the end, or hear that they are given up. Jobs tell it in any case."""
 
 
 @dataclass(slots=True, eq=False)
