@@ -189,6 +189,7 @@ def test_strangers_write_nothing_onto_the_terminal_but_letters() -> None:
     ("argv", "says"),
     [
         (["nowhere"], "'nowhere' is no file, directory or address"),
+        (["gone/good.jsonl", "other.jsonl"], "gone/good.jsonl: No such file or directory"),
         (["tcp://127.0.0.1:0"], "names no port"),
         (["h:1", "--top", "-1"], "'--top': Input should be greater"),
         (["h:1", "--watch", "--html", "x.html"], "--watch asks running engines"),
