@@ -107,7 +107,7 @@ def test_the_first_test_of_a_contributor_passes() -> None:
     test()
 
 
-MOST_LINES = {"asynckv": 53_627, "asynckv/tools": 17_013, "tests": 85_778, "scripts": 7_878, "docs/examples": 1_538}
+MOST_LINES = {"asynckv": 53_621, "asynckv/tools": 17_008, "tests": 85_778, "scripts": 7_878, "docs/examples": 1_538}
 """Lines of Python at most. A change that removes some lowers the number; one that adds some removes others."""
 
 

@@ -71,8 +71,8 @@ COSTS = dict.fromkeys(_RECEIVED, 2.0) | {
 """Most work of a message, in pings (2 to 3 us each); a `Pack` costs more with a longer recipe (`PARTS`)."""
 
 Ask = Callable[[ReplyTo, wire.StatusRequest, Callable[[wire.Status], None], float, str], bool]
-"""Take a question: who asks, the question, how to answer it, the time, and the key or host that it came from. Return
-False if there is no answer at all."""
+"""Take a question: its connection, the question, a call that answers it, the time, and the key or host of the asker.
+Return False if there is no answer at all."""
 
 SLICE = 1024.0  # work of a part of a packet, 2 to 3 ms; a larger packet is handled in several turns of the loop
 BYTES = 4  # a packet of so many bytes takes no longer than a ping
@@ -391,7 +391,7 @@ class RankCore:
 
     @property
     def requests(self) -> list[Request]:
-        """Requests that are not over, or whose ranks are still to be told so."""
+        """Requests that are not over, or of which ranks are still to be told so."""
         owners = [pull.owner for pull in self.decode.by_request.values()]
         return [*self.decode.between.values(), *[owner for owner in owners if isinstance(owner, Request)]]
 

@@ -137,7 +137,7 @@ class Driver:
         self.observers = Observers(recorder)
         self.guests: list[EngineGuest] = []
         self.data_down = self.control_down = ""
-        self._returning: dict[PullId, asyncio.Event] = {}  # pulls whose blocks a caller waits for
+        self._returning: dict[PullId, asyncio.Event] = {}  # pulls with blocks that a caller waits for
         self._loading: set[asyncio.Task[None]] = set()
         self._due: asyncio.Handle | None = None  # the next turn, if one was asked for
         self._has_waited = False  # True if queued messages were already held back one turn, to share a packet

@@ -63,7 +63,7 @@ class Port:
         self.address, self.route = Address(address), ReplyTo(name.encode())
         self.links: set[Address] = set()
         self.is_open = False
-        self.packets_in = self.packets_out = self.bytes_out = 0
+        self.packets_in = self.packets_out = 0
         self._on_packet: Callable[[Origin, bytes, str], bool | None] = lambda origin, packet, principal: None
 
     def open(self) -> None:
@@ -92,7 +92,6 @@ class Port:
             self.links.add(to)
             origin = self.route
         self.packets_out += 1
-        self.bytes_out += len(packet)
         if receiver is not None:
             self.fabric.carry(self, receiver, origin, packet)
         return True

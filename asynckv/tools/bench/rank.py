@@ -36,9 +36,8 @@ LAG_S = 0.005
 class LagSampler:
     """Measure how late the loop calls back, by `perf_counter`: uvloop's clock stands still while the loop is busy."""
 
-    def __init__(self, every_s: float = LAG_S) -> None:
+    def __init__(self) -> None:
         self.lags: list[float] = []
-        self._every_s = every_s
         self._loop = asyncio.get_running_loop()
         self._due = 0.0
         self._handle: asyncio.TimerHandle | None = None
@@ -61,8 +60,8 @@ class LagSampler:
         self._again()
 
     def _again(self) -> None:
-        self._due = time.perf_counter() + self._every_s
-        self._handle = self._loop.call_later(self._every_s, self._tick)
+        self._due = time.perf_counter() + LAG_S
+        self._handle = self._loop.call_later(LAG_S, self._tick)
 
 
 class Worker:

@@ -121,14 +121,10 @@ def _request(given: Sequence[str]) -> tuple[str | None, list[str]]:
     if not first.strip():
         raise ConfigError("'' names nothing; give an id of either side, a pull id or #SEQUENCE")
     with suppress(OSError):  # it is longer than names of files are
-        is_there = first == "-" or Path(first).exists() or any(x in first for x in "*?" if rest)
+        is_log = Path(first).suffix in {".jsonl", ".log", ".gz", ".xz", ".zst"}  # if none is there, it was mistyped
+        is_file = first == "-" or is_log or Path(first).exists() or any(x in first for x in "*?" if rest)
         is_path = "/" in first and "://" not in first  # and of nothing that is there
-        is_log = Path(first).suffix in {".jsonl", ".log", ".gz", ".xz", ".zst"}  # and no request
-        if (
-            is_there
-            or is_log
-            or (not (rest and (is_path or is_of_no_host(first))) and (is_path or targets([first])[1]))
-        ):
+        if is_file or (not (rest and (is_path or is_of_no_host(first))) and (is_path or targets([first])[1])):
             return None, list(given)
     if not rest:
         raise ConfigError(
