@@ -22,9 +22,21 @@ from asynckv.arguments import MAX_INTEGER, MAX_NAME, integer, nearest, one_of, s
 from asynckv.core.types import sendable
 from asynckv.edges.sharing import NotShared, shared_memory
 from asynckv.errors import ConfigError, LayoutError, LocalProtocolError
-from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_TOKENS
+from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_RANKS, MAX_TOKENS
 from asynckv.geometry.check import Registration, register_memory
-from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, attention_view, check_order
+from asynckv.geometry.layout import (
+    ITEMSIZE,
+    TOKEN,
+    Dim,
+    Group,
+    Layout,
+    Memory,
+    Part,
+    TokenShard,
+    View,
+    attention_view,
+    check_order,
+)
 from asynckv.observe.setup import logger_for
 
 if TYPE_CHECKING:
@@ -193,6 +205,7 @@ def register_parts(
     pp_size: int = 1,
     model: str = "",
     aliases: Mapping[str, str] = MappingProxyType({}),
+    token_shards: Sequence[TokenShard] = (),
 ) -> Registration:
     """Register the tensors of any model: attention of several kinds, latents, convolutions, states, scales.
 
@@ -201,6 +214,8 @@ def register_parts(
         groups: The cache groups, as in the engine's configuration; the same list on all ranks.
         tp_rank, tp_size, pp_stage, pp_size, model: As for `Layout`.
         aliases: As for `register_tensors`.
+        token_shards: This rank's share of the tokens of each group that ranks share by token. The group's `block_size`
+            counts the tokens of all these ranks, and its tensors hold `block_size / ratio / size` per kernel block.
 
     Raises:
         LayoutError: The tensors do not fit the declaration; names the layer, both numbers and the remedy.
@@ -252,6 +267,7 @@ def register_parts(
         groups=tuple(groups),
         views=tuple(views),
         aliases=tuple(aliases.items()),
+        **_shared(token_shards),
     )
     return register_memory(layout, tuple(owners))
 
@@ -323,6 +339,7 @@ def register_tensors(
     tp_size: int = 1,
     model: str = "",
     aliases: Mapping[str, str] = MappingProxyType({}),
+    token_shard: tuple[int, int, int] | None = None,
 ) -> Registration:
     """Register the KV tensors of an engine's attention layers, one per layer, as one cache group.
 
@@ -331,7 +348,7 @@ def register_tensors(
         order: Names of the tensors' dims: `kv` (2: keys, values), `block`, `head`, `token`, `dim`. Without `kv` a
             tensor is one part (keys and values packed in `dim`, or a latent); without `head` every rank holds the same
             (a latent).
-        block_size: Tokens per block.
+        block_size: Tokens per block, of all ranks that share them.
         num_blocks: Number of blocks in the engine's configuration. Tensors may hold more.
         heads: `[lo, hi)` of the model's KV heads that this rank holds (`asynckv.shard`).
         num_heads: KV heads of the model.
@@ -341,6 +358,9 @@ def register_tensors(
         aliases: Layers that use the KV of another layer, as in several models: `{"layers.20": "layers.18"}`. They need
             not be among `tensors`; if they are, then with the other layer's tensor. Its bytes move once, and land
             wherever the other side has memory for either layer.
+        token_shard: `(size, rank, interleave)` if `size` neighbouring ranks share the tokens of every block (decode
+            context parallelism): this one holds token `t` if `t // interleave % size == rank`, and its tensors hold
+            `block_size / ratio / size` tokens per kernel block. `rank` is `tp_rank % size`.
 
     Raises:
         LayoutError: The tensors do not fit the declaration; names the layer, both numbers and the remedy.
@@ -362,7 +382,8 @@ def register_tensors(
     heads = (integer("heads[0]", heads[0], error=LayoutError), integer("heads[1]", heads[1], error=LayoutError))
     if block_size % ratio:
         raise LayoutError(f"block_size {block_size} is not a positive multiple of the ratio {ratio}")
-    expected = {"kv": 2, "head": heads[1] - heads[0], TOKEN: block_size // ratio}
+    shards = () if token_shard is None else (_shard_of_all(token_shard),)
+    expected = {"kv": 2, "head": heads[1] - heads[0], TOKEN: block_size // ratio // (shards[0].size if shards else 1)}
     memories: dict[int, Memory] = {}
     views = []
     for layer, tensor in tensors.items():
@@ -393,8 +414,30 @@ def register_tensors(
         groups=(Group("attention", block_size, num_blocks, ratio),),
         views=tuple(views),
         aliases=tuple(aliases.items()),
+        **_shared(shards),
     )
     return register_memory(layout, tuple(tensors.values()))
+
+
+def _shard_of_all(given: Any) -> TokenShard:
+    if not isinstance(given, tuple | list) or len(given) != 3:
+        raise LayoutError(f"token_shard is {shown(given)}; give (size, rank, interleave)")
+    size, rank, interleave = [
+        integer(f"token_shard {name}", value, least, most, LayoutError)
+        for name, value, least, most in zip(
+            ("size", "rank", "interleave"), given, (1, 0, 1), (MAX_RANKS, MAX_RANKS, MAX_TOKENS), strict=True
+        )
+    ]
+    return TokenShard(0, size, rank, interleave)
+
+
+def _shared(shards: Sequence[TokenShard]) -> dict[str, Any]:
+    """Return the fields of a layout that say how ranks share tokens; none if they do not."""
+    given: Any = shards
+    if not isinstance(given, tuple | list) or not all(isinstance(each, TokenShard) for each in given):
+        raise LayoutError(f"token_shards is {shown(shards)}; give a sequence of TokenShard")
+    shared = tuple([each for each in given if each.size != 1])
+    return {"schema": 2, "token_shards": shared} if shared else {}
 
 
 def _sizes(

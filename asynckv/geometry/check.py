@@ -23,7 +23,7 @@ from msgspec import Struct
 from asynckv.arguments import did_you_mean, shown
 from asynckv.errors import LayoutError
 from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_BYTES, MAX_GROUPS, MAX_VIEWS
-from asynckv.geometry.layout import TOKEN, Dim, Group, Layout, Memory, Part, View
+from asynckv.geometry.layout import TOKEN, Dim, Group, Layout, Memory, Part, TokenShard, View
 from asynckv.geometry.overlap import Spot, check_overlap, check_pools, part_bytes, spot
 
 # Layouts come from untrusted peers, and the event loop is blocked while one is decoded, checked and compared. The most
@@ -117,6 +117,7 @@ _NESTED: Mapping[tuple[type[Struct], str], tuple[type[Struct], str, str]] = {
     (Layout, "memories"): (Memory, "memory", ""),
     (Layout, "groups"): (Group, "group", "name"),
     (Layout, "views"): (View, "layer", "layer"),
+    (Layout, "token_shards"): (TokenShard, "token shard", ""),
     (View, "parts"): (Part, "part", "name"),
     (Part, "dims"): (Dim, "dim", "name"),
 }
@@ -189,6 +190,7 @@ def check_layout(layout: Layout) -> None:
             )
         if group.num_kernel_blocks > MAX_BLOCK_ID:
             raise LayoutError(f"group {i} ({group.name!r}): {group.num_blocks} blocks x {group.ratio} do not fit int32")
+    _check_shards(layout)
     parts = Counter([(view.layer, part.name) for view in layout.views for part in view.parts])
     twice = [f"{layer!r} part {part!r}" for (layer, part), n in parts.items() if n > 1]
     if twice:
@@ -200,6 +202,43 @@ def check_layout(layout: Layout) -> None:
     spots = _check_views(layout)
     check_overlap(spots)
     check_pools(layout, spots)
+
+
+def _check_shards(layout: Layout) -> None:
+    shards = layout.token_shards or ()
+    if layout.schema != (2 if shards else 1):
+        raise LayoutError(
+            f"the layout has schema {layout.schema} and {len(shards)} token_shards; give schema=2 with any, and else 1"
+        )
+    if len({each.group for each in shards}) < len(shards) or len({each.size for each in shards}) > 1:
+        raise LayoutError(
+            f"token_shards have (group, size) {[(each.group, each.size) for each in shards][:16]}; give one per "
+            f"group at most, all of one size (groups with all tokens have none)"
+        )
+    for each in shards:
+        if each.group >= len(layout.groups):
+            raise LayoutError(f"a token shard names group {each.group}, but the layout has {len(layout.groups)} groups")
+        group = layout.groups[each.group]
+        where, here = f"group {each.group} ({group.name!r}), {each}", group.block_size // each.size
+        kernel, turn = here // group.ratio, each.interleave
+        if group.kind != "tokens" or group.window:
+            what = "states" if group.kind != "tokens" else f"a window of {group.window} tokens"
+            raise LayoutError(f"{where}: a group with {what} cannot be shared by token; keep it whole on every rank")
+        if each.size == 1 or layout.tp_size % each.size or each.rank != layout.tp_rank % each.size:
+            raise LayoutError(
+                f"{where}: tp_rank {layout.tp_rank} of {layout.tp_size} cannot have shard {each.rank} of {each.size}; "
+                f"the size is 2 or more and divides tp_size, and the rank is tp_rank modulo the size"
+            )
+        if group.kernel_size % each.size:
+            raise LayoutError(
+                f"{where}: kernel blocks of {group.kernel_size} tokens on all ranks cannot be shared by {each.size}; "
+                f"block_size / ratio counts the tokens of all ranks, so make it a multiple"
+            )
+        if here % turn or (kernel % turn and turn % kernel):
+            raise LayoutError(
+                f"{where}: an interleave of {turn} does not fit {here} tokens per block and {kernel} per kernel block "
+                f"on each rank; it must divide the first, and divide or be a multiple of the second"
+            )
 
 
 def _check_size(layout: Layout) -> None:
@@ -256,7 +295,7 @@ def _check_views(layout: Layout) -> list[Spot]:
         blocks = group.num_kernel_blocks
         for part in view.parts:
             if (length := known.get((view.group, part))) is None:
-                _check_part(f"layer {view.layer!r}, part {part.name!r}", part, group)
+                _check_part(f"layer {view.layer!r}, part {part.name!r}", part, group, layout.shard(view.group))
                 length = known[view.group, part] = part_bytes(part)
             found = spot(view, part, blocks, length)
             if found.hi > memory.length:
@@ -269,19 +308,30 @@ def _check_views(layout: Layout) -> list[Spot]:
     return out
 
 
-def _check_part(where: str, part: Part, group: Group) -> None:
+def _check_part(where: str, part: Part, group: Group, shard: TokenShard) -> None:
     dims = {d.name: d for d in part.dims}
     if len(dims) != len(part.dims):
         raise LayoutError(f"{where}: two dims have the same name")
     if TOKEN in dims:
         if group.kind == "state":
             raise LayoutError(f"{where}: has a dim {TOKEN!r}, but group {group.name!r} holds states, not tokens")
-        if dims[TOKEN].size * part.tokens_per_entry != group.kernel_size:
+        if shard.interleave % part.tokens_per_entry and shard.size > 1:
+            raise LayoutError(
+                f"{where}: its entries of {part.tokens_per_entry} tokens would be cut by {shard}; make the interleave "
+                f"a multiple of {part.tokens_per_entry}"
+            )
+        if dims[TOKEN].size * part.tokens_per_entry * shard.size != group.kernel_size:
             each = f" entries of {part.tokens_per_entry}" if part.tokens_per_entry > 1 else ""
+            shared = f", shared by {shard.size} ranks" if shard.size > 1 else ""
             raise LayoutError(
                 f"{where}: holds {dims[TOKEN].size}{each} tokens per kernel block, but group {group.name!r} has "
-                f"{group.block_size} tokens per block / ratio {group.ratio} = {group.kernel_size}"
+                f"{group.block_size} tokens per block / ratio {group.ratio} = {group.kernel_size}{shared}"
             )
+    elif shard.size > 1:
+        raise LayoutError(
+            f"{where}: has no dim named {TOKEN!r}, so it covers whole kernel blocks and cannot be shared by token "
+            f"({shard}); keep its group whole"
+        )
     elif part.tokens_per_entry != 1:
         raise LayoutError(
             f"{where}: has {part.tokens_per_entry} tokens per entry, but no dim named {TOKEN!r} to count entries along"

@@ -173,11 +173,46 @@ class Group(Struct, frozen=True, array_like=True):
         return self.num_blocks * self.ratio
 
 
+class TokenShard(Struct, frozen=True, array_like=True):
+    """The tokens of a group that a rank holds, where ranks share each block's tokens (context parallelism).
+
+    Token `t` is held by the rank with `rank == t // interleave % size`, behind the tokens before it that this rank
+    holds (vLLM's rule for decode context parallelism). The group's `block_size` counts the tokens of all these ranks.
+
+    Attributes:
+        group: Index of the group.
+        size: Number of ranks that share the tokens.
+        rank: This rank's place among them.
+        interleave: Number of consecutive tokens on one rank.
+    """
+
+    group: Annotated[int, Meta(ge=0, lt=MAX_GROUPS)]
+    size: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
+    rank: Rank = 0
+    interleave: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] = 1
+
+    def __str__(self) -> str:
+        return f"tokens {self.rank} of {self.size} by {self.interleave}" if self.size > 1 else "all tokens"
+
+    def holds(self, token: Any) -> Any:
+        """Return True if this rank holds a token; of an array of tokens, an array."""
+        return token // self.interleave % self.size == self.rank
+
+    def place(self, token: Any) -> Any:
+        """Return the number of tokens that this rank holds before a token that it holds."""
+        return token // (self.interleave * self.size) * self.interleave + token % self.interleave
+
+    def count(self, tokens: Any) -> Any:
+        """Return the number of the first `tokens` tokens that this rank holds."""
+        rest = tokens % (self.interleave * self.size) - self.rank * self.interleave
+        return tokens // (self.interleave * self.size) * self.interleave + min(max(rest, 0), self.interleave)
+
+
 class Layout(Struct, frozen=True, kw_only=True):
     """All that a peer has to know about one rank's memory.
 
     Attributes:
-        schema: Version of this structure.
+        schema: Version of this structure: 2 with `token_shards`, which version 1 would overlook, else 1.
         model: Name that must be the same in both engines; empty to not compare.
         tp_rank: This rank's place among the ranks that share layers (tensor parallelism).
         tp_size: Number of these ranks.
@@ -194,9 +229,10 @@ class Layout(Struct, frozen=True, kw_only=True):
         guessed_axis: Axis (such as `head`) of which a rank with one entry does not know how many the model has, because
             several ranks may hold the same one. Ranks cut it as `shard` does. In parts of tokens with one entry of it,
             `held` and `extent` are then a guess, and the handshake settles them. Not encoded if it is left out.
+        token_shards: This rank's share of the tokens of each group that ranks share by token. Not encoded if left out.
     """
 
-    schema: Annotated[int, Meta(ge=1, le=1)] = 1
+    schema: Annotated[int, Meta(ge=1, le=2)] = 1
     model: Name = ""
     tp_rank: Rank = 0
     tp_size: Size = 1
@@ -208,6 +244,16 @@ class Layout(Struct, frozen=True, kw_only=True):
     aliases: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=MAX_VIEWS)] = ()
     slotted: bool | UnsetType = UNSET
     guessed_axis: Annotated[str, Meta(max_length=64)] | UnsetType = UNSET
+    token_shards: Annotated[tuple[TokenShard, ...], Meta(max_length=MAX_GROUPS)] | UnsetType = UNSET
+
+    def shard(self, group: int) -> TokenShard:
+        """Return this rank's share of the tokens of a group: all, if it is not named among `token_shards`."""
+        return next((each for each in self.token_shards or () if each.group == group), TokenShard(group))
+
+    @property
+    def num_token_shards(self) -> int:
+        """Number of neighbouring ranks that share tokens; 1 if none do."""
+        return max([each.size for each in self.token_shards or ()], default=1)
 
 
 def fingerprint(layout: Layout) -> str:

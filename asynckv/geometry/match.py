@@ -51,13 +51,24 @@ REMEDIES = {
 """Remedies of differences, by the words that their fields begin with."""
 
 
-def overlapping(rank: int, size: int, other_size: int) -> range:
+def _overlapping(rank: int, size: int, other_size: int) -> range:
     """Return the ranks of a group of `other_size` with a share of the unit interval that overlaps ours."""
     return range(rank * other_size // size, -(-(rank + 1) * other_size // size))
 
 
-remote_ranks = overlapping  # the prefill ranks that one decode rank must release, even if it does not read them
-owed_readers = overlapping  # the decode ranks that owe one prefill rank a release
+def remote_ranks(rank: int, size: int, other_size: int, shards: int = 1) -> range:
+    """Return the prefill ranks that a decode rank must release, even if it does not read them.
+
+    Of the `other_size` prefill ranks each `shards` neighbours share tokens. They count as one, because a reader may
+    need all of them.
+    """
+    found = _overlapping(rank, size, other_size // shards)
+    return range(found.start * shards, found.stop * shards)
+
+
+def owed_readers(rank: int, size: int, other_size: int, shards: int = 1) -> range:
+    """Return the decode ranks that owe a prefill rank a release; of `size` prefill ranks `shards` share tokens."""
+    return _overlapping(rank // shards, size // shards, other_size)
 
 
 class Difference(NamedTuple):
