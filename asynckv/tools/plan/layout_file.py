@@ -17,16 +17,18 @@ from msgspec.structs import FieldInfo, fields
 
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.check import check_layout
-from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
+from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, TokenShard, View
 
 SCHEMA = "asynckv.layout/1"
 Role = Literal["prefill", "decode"]
 _NESTED: dict[type[Struct], dict[str, type[Struct]]] = {
-    Layout: {"memories": Memory, "groups": Group, "views": View},
+    Layout: {"memories": Memory, "groups": Group, "views": View, "token_shards": TokenShard},
     View: {"parts": Part},
     Part: {"dims": Dim},
 }
-_FIELDS: dict[type, tuple[FieldInfo, ...]] = {x: fields(x) for x in (Layout, Memory, Group, View, Part, Dim)}
+_FIELDS: dict[type, tuple[FieldInfo, ...]] = {
+    x: fields(x) for x in (Layout, Memory, Group, View, Part, Dim, TokenShard)
+}
 
 
 def _some(kind: Any) -> Any:
@@ -106,5 +108,6 @@ def _ranks(raw: bytes, role: Role | None) -> list[Layout]:
 def _wired(kind: type[Struct], named: Struct) -> Any:
     values = msgspec.structs.asdict(named)
     for name, inner in _NESTED.get(kind, {}).items():
-        values[name] = tuple(_wired(inner, each) for each in values[name])
+        if values[name]:  # else it was left out
+            values[name] = tuple(_wired(inner, each) for each in values[name])
     return kind(**values)
