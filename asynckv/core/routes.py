@@ -110,7 +110,7 @@ class Routes:
                 f"request {params.request_id[:80]!r} would be read from up to {len(ranks)} x {params.pp_size} prefill "
                 f"ranks, more than {MAX_SOURCES}",
             )
-        first = predicted(self._layout, ranks, params.tp_size) if shards == 1 else ranks
+        first = predicted(self._layout, ranks, params.tp_size, shards)
         mine = tuple(
             RemoteRank(
                 e.tp_rank,

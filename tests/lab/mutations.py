@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 
 from asynckv.config import PullConfig
+from asynckv.core import lease as lease_module
+from asynckv.core import routes
 from asynckv.core.copies import Copies
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import WHEN, Lease, LeaseState
@@ -45,6 +47,9 @@ from asynckv.core.wire import (
     Welcome,
 )
 from asynckv.errors import AsyncKVError, BlocksRetired, LocalProtocolError, NotLentYet, PullError, PullTimeout
+from asynckv.geometry import match
+from asynckv.geometry.layout import TokenShard
+from asynckv.geometry.match import owed_readers, remote_ranks
 from asynckv.ports import AgentInfo, AgentLost, CopyMade
 from asynckv.scheduler import PrefillRanks
 from tests.lab.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
@@ -415,6 +420,34 @@ def _(patch: pytest.MonkeyPatch) -> None:
         return params
 
     patch.setattr(PrefillRanks, "make_params", make_params)
+
+
+@inside()
+def sharing_ranks_are_owed_by_few(patch: pytest.MonkeyPatch) -> None:
+    """A lease owes the readers that answer for its rank, and not those that answer for its neighbours."""
+
+    def owed(rank: int, size: int, other_size: int, shards: int = 1) -> range:
+        return owed_readers(rank, size, other_size)
+
+    patch.setattr(lease_module, "_owed_readers", owed)
+    patch.setattr(lease_module, "owed_readers", owed)
+
+
+@inside()
+def sharing_ranks_are_released_by_few(patch: pytest.MonkeyPatch) -> None:
+    """A reader answers for the ranks that overlap it, and not for their neighbours."""
+    patch.setattr(routes, "remote_ranks", lambda rank, size, other_size, shards: remote_ranks(rank, size, other_size))
+
+
+@inside()
+def a_lost_shard_is_not_missed(patch: pytest.MonkeyPatch) -> None:
+    """The tokens of a rank that could not be met are taken for read, if its neighbours were."""
+    honest = match.holders
+
+    def holders(mine: TokenShard, theirs: Sequence[TokenShard], place: int) -> list[int]:
+        return honest(mine, theirs, place) or [at for at, each in enumerate(theirs) if each.size > 1][:1]
+
+    patch.setattr(match, "holders", holders)
 
 
 @planted

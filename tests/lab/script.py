@@ -6,10 +6,9 @@ A script is plain data. The same seed draws the same one, and a script can be ed
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from asynckv.geometry.match import owed_readers
 from tests.lab.mishaps import Mishap
 
 FAULTS = (
@@ -161,6 +160,8 @@ class Script:
     stages: int = 1
     """Pipeline stages of each decode engine, of `decode` ranks and one layer each; all layers are in each prefill rank.
     Ranks of the second stage follow those of the first: with two ranks per stage `d0.3` is rank 1 of the second."""
+    shards: Mapping[str, tuple[int, int]] = field(default_factory=lambda: {"prefill": (1, 1), "decode": (1, 1)})
+    """How many neighbouring ranks of a side share tokens, and how many consecutive tokens one of them holds."""
 
     def explain(self) -> Iterator[str]:
         """Tell what it stands for, but for its requests and faults."""
@@ -171,6 +172,9 @@ class Script:
         )
         if self.stages > 1:
             yield f"{self.stages} pipeline stages of each decode engine"
+        for role, (size, turn) in self.shards.items():
+            if size > 1:
+                yield f"each {size} neighbouring ranks of a {role} engine share tokens, {turn} at a time"
         yield (
             "p0, q0: rank 0 of the first and the second prefill engine; d1.0: rank 0 of decode engine 1; d1.0#2: its "
             "second start"
@@ -198,7 +202,13 @@ class Script:
 
     def readers_of(self, rank: int) -> list[int]:
         """Return the ranks of a decode engine that answer for a prefill rank, in all of its stages."""
-        owed = owed_readers(rank, self.prefill, self.decode)
+        size, _ = self.shards["prefill"]
+        place, whole = rank // size, self.prefill // size  # neighbours that share tokens are what one rank is otherwise
+        owed = [
+            d
+            for d in range(self.decode)
+            if d * whole < (place + 1) * self.decode and place * self.decode < (d + 1) * whole
+        ]
         return [stage * self.decode + reader for stage in range(self.stages) for reader in owed]
 
     @property
@@ -235,6 +245,11 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
         long = (Fault("slow", 0.4, 8.0, ("d0.0",), 1.0), Fault("pause", 0.5 + rng.random(), 8.0, ("d0.0",), 0.15))
         return Script(seed, 1, 1, 1, 12, (ask,), long, 9.0)
     prefill, decode = rng.choice([(1, 1), (1, 1), (2, 2), (1, 2), (2, 1), (3, 2), (2, 3), (4, 2)])
+    shared = random.Random(repr(("shards", seed)))
+    if is_sharing := shared.random() < 0.25:
+        prefill, decode = shared.choice(
+            [(2, 1), (1, 2), (2, 2), (2, 2), (4, 1), (4, 2), (2, 4), (4, 4), (3, 2), (2, 3)]
+        )
     engines = rng.choice([1, 1, 1, 2])
     seconds = rng.uniform(3.0, 8.0)
     asks = []
@@ -268,6 +283,7 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     heads = rng.choice([12, 12, 12, 1])
     wire, data = rng.choice([1, 1, 20, 400]), rng.choice([1, 1, 30, 400])
     script = Script(seed, prefill, decode, engines, heads, tuple(asks), tuple(drawn), seconds, wire, data)
+    script = _sharing(shared, script) if is_sharing else script
     # From here on with dice of its own: what was drawn above stays what it was.
     script = _second_engine(random.Random(repr(("engines", seed))), script, kinds)
     script = _pressed(random.Random(repr(("pressed", seed))), script)
@@ -280,6 +296,17 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     if reaches_brinks:
         script = _at_the_brink(random.Random(repr(("brink", seed))), script)
     return _discharged(random.Random(repr(("discharged", seed))), script)
+
+
+def _sharing(rng: random.Random, script: Script) -> Script:
+    """Let neighbouring ranks of one side or both share tokens, if their number allows it."""
+    shards, heads = {}, script.heads
+    for role, size in (("prefill", script.prefill), ("decode", script.decode)):
+        number = rng.choice([n for n in (1, 2, 4) if size % n == 0])
+        shards[role] = number, rng.choice([n for n in (1, 2, 4) if BLOCK // number % n == 0])
+    if (size := shards["decode"][0]) > 1:
+        heads = rng.choice([n for n in (1, 2) if script.decode // size % n == 0])  # ranks share tokens of one head
+    return replace(script, shards=shards, heads=heads)
 
 
 def _at_the_brink(rng: random.Random, script: Script) -> Script:

@@ -29,7 +29,7 @@ from asynckv.core.types import Address, Key, ReplyTo, rank_name
 from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.geometry.check import Registration
-from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
+from asynckv.geometry.layout import Group, Layout, Memory, TokenShard, attention_view, shard
 from asynckv.scheduler import PrefillRanks
 from asynckv.testing.fabric import Transfer
 from tests.lab.doors import Doors
@@ -95,10 +95,16 @@ Words = npt.NDArray[np.uint16]
 
 
 @lru_cache(maxsize=4096)
-def _value(content: int, head: int, layer: int) -> int:
-    """Return the value of a block's elements of one head: never one that freed or unused memory holds."""
-    digest = hashlib.blake2b(repr((content, head + 1000 * layer)).encode(), digest_size=2).digest()
+def _value(content: int, head: int, layer: int, token: int) -> int:
+    """Return the value of a token's elements of one head: never one that freed or unused memory holds."""
+    digest = hashlib.blake2b(repr((content, head + 1000 * layer, token)).encode(), digest_size=2).digest()
     return int.from_bytes(digest, "little") % 0xD000 + 1
+
+
+def _held_tokens(script: Script, role: str, rank: int) -> list[int]:
+    """Return the places of a block's tokens that a rank holds, in their order: neighbours take turns."""
+    size, turn = script.shards[role]
+    return [token for token in range(BLOCK) if token // turn % size == rank % size]
 
 
 def _layout(script: Script, role: str, rank: int, layers: Sequence[int], base: int) -> Layout:
@@ -107,11 +113,13 @@ def _layout(script: Script, role: str, rank: int, layers: Sequence[int], base: i
     order = ("kv", "block", "token", "head", "dim") if role == "prefill" else ("block", "head", "kv", "token", "dim")
     if script.is_packed and role == "decode":
         order = ("block", "kv", "head", "token", "dim")  # all that is wanted of a block lies densely
-    heads = shard(script.heads, rank % size, size)
-    sizes = {"kv": 2, "block": NUM_BLOCKS, "token": BLOCK, "head": heads[1] - heads[0], "dim": HEAD_DIM}
+    shards, turn = script.shards[role]
+    heads = shard(script.heads, rank % size // shards, size // shards)
+    sizes = {"kv": 2, "block": NUM_BLOCKS, "token": BLOCK // shards, "head": heads[1] - heads[0], "dim": HEAD_DIM}
     length = math.prod(sizes.values()) * 2
     view = partial(attention_view, order=order, sizes=sizes, dtype="float16", heads=heads, num_heads=script.heads)
     return Layout(
+        schema=2 if shards > 1 else 1,
         tp_rank=rank % size,
         tp_size=size,
         pp_stage=rank // size,
@@ -119,6 +127,7 @@ def _layout(script: Script, role: str, rank: int, layers: Sequence[int], base: i
         memories=(Memory(base, len(layers) * length),),
         groups=(Group("attention", BLOCK, NUM_BLOCKS),),
         views=tuple(view(layer="ab"[layer], offset=i * length) for i, layer in enumerate(layers)),
+        token_shards=(TokenShard(0, shards, rank % shards, turn),) if shards > 1 else msgspec.UNSET,
     )
 
 
@@ -271,6 +280,7 @@ class _Rank(StagedRank):
         self.layers = range(script.stages) if role == "prefill" else (rank // script.decode,)
         self.layout = _layout(script, role, rank, self.layers, base)
         self.held = self.layout.views[0].parts[0].held
+        self.tokens = _held_tokens(script, role, self.layout.tp_rank)
         self.title = rank_name(self.engine_id, self.layout.tp_rank, self.layout.pp_stage)
         """Its name in the engines' logs."""
         self.free: list[int] = []
@@ -286,14 +296,14 @@ class _Rank(StagedRank):
         process = self.begin()
         memory = np.empty(self.layout.memories[0].length, np.uint8)
         words: Words = memory.view(np.uint16)
-        heads = self.held[1] - self.held[0]
+        heads, tokens = self.held[1] - self.held[0], len(self.tokens)
         if self.role == "prefill":
-            words = words.reshape(-1, 2, NUM_BLOCKS, BLOCK, heads, HEAD_DIM).transpose(2, 0, 4, 1, 3, 5)
+            words = words.reshape(-1, 2, NUM_BLOCKS, tokens, heads, HEAD_DIM).transpose(2, 0, 4, 1, 3, 5)
         else:
             if self.service.script.is_packed:
-                words = words.reshape(NUM_BLOCKS, 1, 2, heads, BLOCK, HEAD_DIM).swapaxes(2, 3)
+                words = words.reshape(NUM_BLOCKS, 1, 2, heads, tokens, HEAD_DIM).swapaxes(2, 3)
             else:
-                words = words.reshape(NUM_BLOCKS, 1, heads, 2, BLOCK, HEAD_DIM)
+                words = words.reshape(NUM_BLOCKS, 1, heads, 2, tokens, HEAD_DIM)
         self.words = words
         self.words[:] = UNUSED
         self.free = list(range(NUM_BLOCKS))
@@ -409,6 +419,7 @@ class _Prefill:
                 endpoints,
                 lease=LEASE,
                 memory_epoch=self.memory_epoch,
+                num_token_shards=self.service.script.shards["prefill"][0],
                 token_hex=self.service.world.token(*names, *([i] if i else [])),
             )
             for i in range(self.service.script.schedulers)
@@ -840,7 +851,8 @@ class Service(Stage):
         for block, content in zip(lent.blocks, lent.contents, strict=True):
             for i, layer in enumerate(rank.layers):
                 for head in range(*rank.held):
-                    words[block, i, head - rank.held[0]] = _value(content, head, layer)
+                    for place, token in enumerate(rank.tokens):
+                        words[block, i, head - rank.held[0], :, place] = _value(content, head, layer, token)
 
     def _abort(self, rank: _Rank, lent: _Lent) -> None:
         """The request is never lent: its blocks belong to another request from now on."""
@@ -1269,7 +1281,7 @@ class Attempt:
             self.reason = "complete"
             world.note(rank.name, "pull complete", ask.number)
             self._in_time(called, frozen)
-            if count and self.lent.ask.fate != LENT:
+            if self._reads and ask.fate != LENT:
                 self._violate("published bytes of a request that was never lent")
             self.said = {"complete"}
             self._is_spared(called, "")
@@ -1332,6 +1344,12 @@ class Attempt:
             self._violate(f"ended {self.cancelled.ran_s:.3f} s after it was cancelled")
         self.is_pulling, self.cancelled = False, None
 
+    @property
+    def _reads(self) -> bool:
+        """Whether the rank reads any token: of ranks that share them, one may hold none of these."""
+        ask = self.lent.ask
+        return any(token % BLOCK in self.rank.tokens for token in range(ask.cached, ask.tokens))
+
     def _is_spared(self, called: float, reason: str) -> None:
         """A pull that no fault touches is not affected: it completes, as fast as it would without any."""
         script, lent = self.service.script, self.lent
@@ -1348,7 +1366,7 @@ class Attempt:
         if reason == "unknown_key" and script.memory:
             return  # it was open for too long for what its ranks remember
         is_too_late = max(called, lent.lent_by) + bound > called + PULL.timeout_s
-        if lent.ask.fate != LENT and lent.ask.cached < lent.ask.tokens:
+        if lent.ask.fate != LENT and lent.ask.cached < lent.ask.tokens and (reason or self._reads):
             if lent.ask.fate == WITHDRAWN and not is_too_late and (reason != "withdrawn" or took > bound):
                 self._violate(f"of a withdrawn request ended as {reason!r}, {took:.3f} s after it could know")
             elif reason not in ("not_lent_yet", *([WITHDRAWN] if lent.ask.fate == WITHDRAWN else [])):
@@ -1375,11 +1393,15 @@ class Attempt:
             hi = min(lent.ask.tokens - place * BLOCK, BLOCK)
             for head in range(*rank.held):
                 words = rank.words[block, 0, head - rank.held[0]]
-                if not (words[:, lo:hi] == _value(lent.contents[place], head, *rank.layers)).all():
-                    found = sorted({hex(x) for x in words[:, lo:hi].ravel().tolist()})
-                    self._violate(f"published wrong bytes: block {block} head {head} holds {found}")
-                if not (words[:, :lo] == UNUSED).all():
-                    self._violate("wrote below its first token")
+                for at, token in enumerate(rank.tokens):
+                    if (
+                        lo <= token < hi
+                        and not (words[:, at] == _value(lent.contents[place], head, *rank.layers, token)).all()
+                    ):
+                        found = sorted({hex(x) for x in words[:, at].ravel().tolist()})
+                        self._violate(f"published wrong bytes: block {block} head {head} token {token} holds {found}")
+                    if token < lo and not (words[:, at] == UNUSED).all():
+                        self._violate("wrote below its first token")
 
     def _give_back(self, blocks: Sequence[int]) -> None:
         if self.process.is_dead:
