@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from asynckv.scheduler import PrefillRanks
 from tests import oracle
 from tests.lab.oracles import wrong_in
 from tests.oracle import Engine, GroupSpec, LayerSpec, PartSpec
-from tests.world import Buffers, Rank, World, begin, make_layout, reason
+from tests.world import Buffers, Rank, World, begin, make_layout, ranks_of, reason
 
 CONFIG = EngineConfig(
     engine_id="x", lease=LeaseConfig(lease_s=30.0, grant_s=10.0), pull=PullConfig(handshake_s=2.0, drain_s=1.0)
@@ -399,6 +400,52 @@ def test_a_rank_that_holds_nothing_of_what_is_wanted_is_not_waited_for() -> None
         # Group 1 is all in the cache, or has room for tokens to come: its stage may be dead.
         assert pull.reason is Reason.COMPLETE
         assert world.now == 0.0
+    world.check()
+
+
+def sharing(**config: Any) -> tuple[World, list[Rank], Rank]:
+    """Return two prefill ranks with the even and the odd tokens, and a decode rank with all."""
+    world = World(EngineConfig(engine_id="x", **config))
+    return world, ranks_of(world, "prefill", 2, shards=2, num_heads=1), world.add("d0", make_layout(num_heads=1))
+
+
+def test_a_rank_whose_tokens_are_not_wanted_is_not_renewed_and_is_released() -> None:
+    world, prefill, decode = sharing(lease=LeaseConfig(lease_s=8.0, grant_s=4.0))
+    params = world.params(prefill, "req", [3], 1, written=True)
+    leases = [world.lend(rank, params) for rank in prefill]
+    pull = world.pull(decode, "d", [5], params)
+    world.deliver_all()
+    assert [source.plan is not None and source.plan.num_bytes > 0 for source in pull.sources] == [True, False]
+    assert [source.claim_at < math.inf for source in pull.sources] == [True, False]
+    world.run()
+    assert (pull.reason, [lease.state for lease in leases]) == (Reason.COMPLETE, [LeaseState.RELEASED] * 2)
+    world.check()
+
+
+def test_no_other_rank_stands_in_for_one_whose_tokens_it_has_not() -> None:
+    world, prefill, decode = sharing(pull=PullConfig(handshake_s=2.0))
+    params, leases = world.lent_by(prefill, "req", [3], written=True)
+    del world.ranks["p1"]
+    pull = world.pull(decode, "d", [5], params)
+    for _ in range(25):
+        world.run(0.1)
+    assert (pull.reason, "p1" in pull.detail) == (Reason.UNREACHABLE, True)
+    assert not decode.posts
+    assert leases[0].state is LeaseState.RELEASED
+    world.check()
+
+
+def test_a_rank_that_shares_tokens_is_lost_while_it_is_read_and_its_neighbour_is_released() -> None:
+    world, prefill, decode = sharing()
+    params, leases = world.lent_by(prefill, "req", [3], written=True)
+    pull = world.pull(decode, "d", [5], params)
+    world.deliver_all()
+    assert len({source.rank.tp_rank for source in pull.sources if source.running}) == 2
+    del world.ranks["p1"]
+    world.forget(decode, prefill[1].address)
+    world.run(2.0)
+    assert pull.reason is Reason.PEER_LOST
+    assert leases[0].state is LeaseState.RELEASED
     world.check()
 
 

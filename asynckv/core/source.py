@@ -199,7 +199,9 @@ class Source:
             self.lent_by = LONG_AGO
         else:
             self.lent_by = min(self.lent_by, now - grant.lent_for_s * (1 - RATE_MARGIN))
-        if deadline > now or grant.nonce == next(reversed(self.nonces)):
+        # Where nothing was to be read, nothing is renewed, even if an old grant arrives late.
+        reads = self.first_posted_at < math.inf or not self.proven
+        if reads and (deadline > now or grant.nonce == next(reversed(self.nonces))):
             self.claims = 0
             self.claim_at = max(sent_at + min(params.renew_s, grant.seconds / 2), now + MIN_RENEW_S)
         self.prove()

@@ -559,7 +559,8 @@ class Service(Stage):
         rank.process.freeze(min(fault.seconds, self.script.seconds - self.world.now))
 
     def _meet_pause(self, rank: _Rank, fault: Fault) -> None:
-        rank.process.pauses = fault.p
+        # Ranks that share tokens hear from more readers, and each message is several calls that may take long.
+        rank.process.pauses = fault.p / self.script.shards["prefill"][0]
         self.world.at(self.world.now + fault.seconds, partial(setattr, rank.process, "pauses", 0.0))
 
     def _meet_hostile(self, rank: _Rank, fault: Fault) -> None:
