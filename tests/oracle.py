@@ -278,7 +278,7 @@ def cells(
 ) -> Cells:
     """Return the content of a rank's blocks; `wanted` tells how many tokens must be there, and where states go.
 
-    Of `exact` layers nothing else may be there.
+    Nothing else may be there of `exact` layers, apart from tokens that share an entry, in any part, with the last one.
     """
     out: Cells = []
     goal = tokens if wanted is None else wanted
@@ -298,13 +298,15 @@ def cells(
                 continue
             at = rank.slots(view.group)
             each, rows = spec.entry or group.kernel_size, len(at) // group.ratio
+            together = math.lcm(*(p.entry for p in rank.engine.layers[layer].parts))
+            end = -(-goal // together) * together if layer in exact else math.inf
             begin = max(first, goal - group.window + 1 if group.window else 0)
             for kernel in range(group.ratio):
                 places = rank.places(view, part, spec, block * group.ratio + kernel)
                 for token, place in zip(at[kernel * rows : (kernel + 1) * rows : each], places, strict=True):
                     lo = (start + i) * size + token
                     must = lo < goal and lo + each > begin < goal
-                    if lo + each > first and (must or layer not in exact):
+                    if lo + each > first and lo < end:
                         out.append((view.memory, place, cache.entry(layer, spec, lo // each, held), must))
     return out
 
