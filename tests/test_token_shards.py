@@ -44,12 +44,16 @@ def sharing(draw: st.DrawFn, layers: tuple[LayerSpec, ...], tokens: int) -> Engi
     tp, size = draw(st.sampled_from(SIZES))
     groups = []
     for group in made.groups:
-        layer, here = layers[group.layers[0]], group.block_size * draw(st.sampled_from([1, 1, 3, 4]))
-        if layer.kind == "tokens" and not layer.window and draw(st.integers(0, 3)) < 3:
-            entry, kernel = math.lcm(*(part.entry for part in layer.parts)), here // group.ratio
+        layer = layers[group.layers[0]]
+        if layer.kind == "tokens" and not layer.window:
+            here, entry = (
+                group.block_size * draw(st.sampled_from([1, 1, 3, 4])),
+                math.lcm(*(p.entry for p in layer.parts)),
+            )
+            of, kernel = draw(st.sampled_from([size, size, size, 1])), here // group.ratio
             fits = [n for n in range(entry, here + 1, entry) if not here % n and (not kernel % n or not n % kernel)]
-            share = (size, draw(st.sampled_from(fits)))
-            group = replace(group, block_size=here * size, share=share if size > 1 else (1, 1))
+            share = (of, draw(st.sampled_from(fits[:2] + fits))) if of > 1 else (1, 1)
+            group = replace(group, block_size=here * of, share=share)
         groups.append(group)
     return replace(made, tp_size=tp, groups=tuple(groups))
 
@@ -99,9 +103,7 @@ def test_every_token_is_where_vllm_has_it_and_no_other_byte_is_touched(pair: dic
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @given(pair=pairs())
-@settings(
-    max_examples=int(os.environ.get("ASYNCKV_PAIRS", "10000")), suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=int(os.environ.get("ASYNCKV_PAIRS", "10000")), suppress_health_check=[HealthCheck.too_slow])
 def test_every_token_is_where_vllm_has_it_in_very_many_pairs(pair: dict[str, Any]) -> None:
     """By default a tenth of the pairs that were run before the release, with `ASYNCKV_PAIRS=100000`."""
     judge(pair)
