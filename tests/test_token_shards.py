@@ -422,9 +422,11 @@ def test_a_share_that_is_none_is_refused_where_tensors_are_registered(given: Any
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_layout_without_shares_has_the_bytes_and_the_digest_that_every_version_sends(version: str) -> None:
     """All versions recorded one layout, whose digest names files and is compared by peers."""
-    [data] = [wire.decode_packet(data).messages[0].layout for name, data, _ in packets(version) if name == "Welcome"]
-    layout = decode_layout(bytes(data))
-    assert msgspec.msgpack.encode(layout) == bytes(data)
+    [packet] = [data for name, data, _ in packets(version) if name == "Welcome"]
+    [welcome] = wire.decode_packet(packet).messages
+    assert isinstance(welcome, wire.Welcome)
+    layout = decode_layout(bytes(welcome.layout))
+    assert msgspec.msgpack.encode(layout) == bytes(welcome.layout)
     assert fingerprint(layout) == "8ef457a230edfdea"
 
 
