@@ -6,10 +6,11 @@ element, plans are run as memory copies, and every byte of the destination is lo
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,10 +22,10 @@ from asynckv.geometry.blocks import runs_of
 from asynckv.geometry.bounds import NULL, BlockRuns
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.gather import Gathered, Ranges, Recipe, check_recipe, recipe
-from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View, shard
+from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, TokenShard, View, shard
 from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.packed import ALIGN, placed, record_form
-from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.pairing import BlockLists, Padding
 from asynckv.geometry.plan import Plan, ReadRequest, plan_read
 from asynckv.geometry.staging import ReadCosts
 from asynckv.geometry.tables import DescTable, PeerTables
@@ -78,6 +79,28 @@ class GroupSpec:
     block_size: int
     ratio: int = 1
     num_blocks: int = 8
+    share: tuple[int, int] = (1, 1)
+    """How many neighbouring ranks share the tokens of a block, and in which stretches (the interleave)."""
+
+
+@functools.cache
+def slots(block_size: int, share: tuple[int, int], tp_rank: int) -> tuple[int, ...]:
+    """Return the token in every slot of a rank's block, counted from the block's begin.
+
+    This is the kernel of vLLM 0.33.0 that gives each position its slot, for one block and in its words:
+    v1/worker/block_table.py, lines 351 to 376 (the second runner's, v1/worker/gpu/block_table.py, lines 391 to 398, is
+    the same). `dcp_rank` is `tp_rank % size`, because groups for context parallelism are neighbours.
+    """
+    total_cp_world_size, interleave = share
+    found = [-1] * (block_size // total_cp_world_size)
+    virtual_block_size = len(found) * total_cp_world_size
+    for pos in range(block_size):
+        virtual_block_offset = pos - pos // virtual_block_size * virtual_block_size
+        if (virtual_block_offset // interleave) % total_cp_world_size == tp_rank % total_cp_world_size:
+            rounds = virtual_block_offset // (total_cp_world_size * interleave)
+            found[rounds * interleave + virtual_block_offset % interleave] = pos
+    assert -1 not in found
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -103,6 +126,10 @@ class Engine:
     def stage_of(self, layer: int) -> int:
         return layer * self.pp_size // len(self.layers)
 
+    @property
+    def num_token_shards(self) -> int:
+        return max(group.share[0] for group in self.groups)
+
 
 class Rank:
     """One rank of an engine with its bytes."""
@@ -120,7 +147,7 @@ class Rank:
             for layer in spec.layers:
                 parts, at = [], 0
                 for part in engine.layers[layer].parts:
-                    made = self._part(part, groups[g], at if engine.style != "split" else 0, rng)
+                    made = self._part(part, g, groups[g], at if engine.style != "split" else 0, rng)
                     parts.append(made)
                     span = made.itemsize * math.prod(d.size for d in made.dims)
                     at = at + span if engine.style != "split" else max(at, span)
@@ -130,7 +157,9 @@ class Rank:
         rng = np.random.default_rng((engine.seed, tp_rank, pp_stage, base & 0xFFFF))
         self.arrays = [rng.integers(0, 256, n, dtype=np.uint8) for n in lengths]
         starts = [base + i * ((max(lengths) | 4095) + 1) for i in range(len(lengths))]
+        shards = [(i, s.share) for i, s in enumerate(engine.groups) if s.share[0] > 1]
         self.layout = Layout(
+            schema=2 if shards else 1,
             tp_rank=tp_rank,
             tp_size=engine.tp_size,
             pp_stage=pp_stage,
@@ -139,18 +168,25 @@ class Rank:
             groups=groups,
             views=tuple(views),
             guessed_axis=engine.guessed_axis,
+            token_shards=tuple(TokenShard(i, size, tp_rank % size, by) for i, (size, by) in shards) or msgspec.UNSET,
         )
         check_layout(self.layout)
 
-    def held(self, spec: PartSpec) -> tuple[int, int]:
-        """Return the range that this rank really holds."""
-        return spec.held(dict(spec.dims)[spec.axis], self.tp_rank, self.engine.tp_size) if spec.axis else (0, 0)
+    def held(self, spec: PartSpec, group: int) -> tuple[int, int]:
+        """Return the range that this rank really holds; ranks that share tokens hold the same one."""
+        size = self.engine.groups[group].share[0]
+        extent, place = dict(spec.dims).get(spec.axis, 0), (self.tp_rank // size, self.engine.tp_size // size)
+        return spec.held(extent, *place) if spec.axis else (0, 0)
 
-    def _part(self, spec: PartSpec, group: Group, offset: int, rng: np.random.Generator) -> Part:
-        held = self.held(spec)
+    def slots(self, group: int) -> tuple[int, ...]:
+        spec = self.engine.groups[group]
+        return slots(spec.block_size, spec.share, self.tp_rank)
+
+    def _part(self, spec: PartSpec, number: int, group: Group, offset: int, rng: np.random.Generator) -> Part:
+        held = self.held(spec, number)
         sizes = {n: held[1] - held[0] if n == spec.axis else size for n, size in spec.dims}
         if group.kind == "tokens" and spec.entry:
-            sizes = {"token": group.kernel_size // spec.entry, **sizes}
+            sizes = {"token": group.kernel_size // self.engine.groups[number].share[0] // spec.entry, **sizes}
         order = list(self.engine.orders.get(spec.name) or rng.permutation(list(sizes)).tolist())
         dims, step = [], spec.itemsize
         for name in reversed(order):
@@ -220,13 +256,15 @@ class Cache:
 
     def __init__(self, layers: Sequence[LayerSpec], seed: int) -> None:
         self.layers, self.seed = layers, seed
+        self._made: dict[tuple[int, int, int], Bytes] = {}
 
     def entry(self, layer: int, spec: PartSpec, index: int, held: tuple[int, int]) -> Bytes:
         """One entry along the tokens, or the state after `index` tokens: `[dims ..., itemsize]`, cut to a rank."""
-        number = self.layers[layer].parts.index(spec)
-        whole = np.random.default_rng((self.seed, layer, number, index)).integers(
-            0, 256, (*(n for _, n in spec.dims), spec.itemsize), dtype=np.uint8
-        )
+        key = layer, self.layers[layer].parts.index(spec), index
+        if (whole := self._made.get(key)) is None:
+            whole = self._made[key] = np.random.default_rng((self.seed, *key)).integers(
+                0, 256, (*(n for _, n in spec.dims), spec.itemsize), dtype=np.uint8
+            )
         cut = tuple(slice(*held) if n == spec.axis else slice(None) for n, _ in spec.dims)
         return whole[cut]
 
@@ -235,34 +273,41 @@ Cells = list[tuple[int, Int64s, Bytes, bool]]
 """Memory, byte offsets, what belongs there, and whether it must be there (else it may)."""
 
 
-def cells(rank: Rank, lists: Lists, cache: Cache, tokens: int, wanted: int | None = None) -> Cells:
-    """Return the content of a rank's blocks; `wanted` tells how many tokens must be there, and where states go."""
+def cells(
+    rank: Rank, lists: Lists, cache: Cache, tokens: int, wanted: int | None = None, exact: Container[int] = ()
+) -> Cells:
+    """Return the content of a rank's blocks; `wanted` tells how many tokens must be there, and where states go.
+
+    Nothing else may be there of `exact` layers, apart from tokens that share an entry, in any part, with the last one.
+    """
     out: Cells = []
     goal = tokens if wanted is None else wanted
     for layer, view, part, spec in rank.each():
         group = rank.layout.groups[view.group]
         first, ids = lists[view.group]
-        size, start = group.block_size, first // group.block_size
+        size, start, held = group.block_size, first // group.block_size, rank.held(spec, view.group)
         for i, block in enumerate(ids):
             if block is None:
                 continue
             if group.kind == "state":
                 after = min((start + i + 1) * size, tokens)
                 must = goal > first and start + i == (goal - 1) // size
-                data = cache.entry(layer, spec, goal if wanted is not None and must else after, rank.held(spec))
+                data = cache.entry(layer, spec, goal if wanted is not None and must else after, held)
                 if wanted is None or must:
                     out.append((view.memory, rank.places(view, part, spec, block), data, True))
                 continue
+            at = rank.slots(view.group)
+            each, rows = spec.entry or group.kernel_size, len(at) // group.ratio
+            together = math.lcm(*(p.entry for p in rank.engine.layers[layer].parts))
+            end = -(-goal // together) * together if layer in exact else math.inf
+            begin = max(first, goal - group.window + 1 if group.window else 0)
             for kernel in range(group.ratio):
-                token = (start + i) * size + kernel * group.kernel_size
                 places = rank.places(view, part, spec, block * group.ratio + kernel)
-                each = spec.entry or group.kernel_size
-                for n, place in enumerate(places):
-                    lo, hi = token + n * each, token + (n + 1) * each
-                    begin = max(first, goal - group.window + 1 if group.window else 0)
-                    must = lo < goal and hi > begin < goal
-                    if hi > first:
-                        out.append((view.memory, place, cache.entry(layer, spec, lo // each, rank.held(spec)), must))
+                for token, place in zip(at[kernel * rows : (kernel + 1) * rows : each], places, strict=True):
+                    lo = (start + i) * size + token
+                    must = lo < goal and lo + each > begin < goal
+                    if lo + each > first and lo < end:
+                        out.append((view.memory, place, cache.entry(layer, spec, lo // each, held), must))
     return out
 
 
@@ -417,7 +462,8 @@ def execute_packed(
 
 def peers_of(local: Rank, remotes: Sequence[Rank]) -> list[Rank]:
     """The remote ranks that a rank answers for."""
-    ranks = remote_ranks(local.tp_rank, local.engine.tp_size, remotes[0].engine.tp_size)
+    there = remotes[0].engine
+    ranks = remote_ranks(local.tp_rank, local.engine.tp_size, there.tp_size, there.num_token_shards)
     return [r for r in remotes if r.tp_rank in ranks]
 
 
@@ -435,7 +481,9 @@ def check_transfer(
     """Plan, copy, and compare every byte of the destination with what the request's arrays say."""
     wanted = tokens if wanted is None else wanted
     answered = peers_of(local, remotes)
+    exact = {layer for e in (local.engine, remotes[0].engine) for g in e.groups if g.share[0] > 1 for layer in g.layers}
     lists = BlockLists(arrays(mine), offers(theirs), wanted, tokens)
+    assert list(lists.padding(local.layout)) == list(padding(local, mine, wanted))
     packed, staged, plans = (
         [plan_read(peer, lists) if peer is not None else None for peer in maps(local, answered, costs, pack_bytes)]
         for costs, pack_bytes in ((PACKED, PACK_BYTES), (STAGED, 0), (None, 0))
@@ -443,11 +491,21 @@ def check_transfer(
     before = [a.copy() for a in local.arrays]
     for each in (packed, staged):
         if sum(plan.num_bytes for plan in each if plan is not None) < MAX_STAGED:
-            check_plans(local, answered, each, mine, cache, tokens, wanted, limits, theirs)
+            check_plans(local, answered, each, mine, cache, tokens, wanted, limits, theirs, exact)
             for now, was in zip(local.arrays, before, strict=True):
                 now[:] = was
-    check_plans(local, answered, plans, mine, cache, tokens, wanted, limits)
+    check_plans(local, answered, plans, mine, cache, tokens, wanted, limits, exact=exact)
     return plans
+
+
+def padding(local: Rank, mine: Lists, wanted: int) -> Iterator[Padding]:
+    """Yield the slots of our blocks with tokens behind all that are wanted."""
+    for index, (group, (first, ids)) in enumerate(zip(local.layout.groups, mine, strict=True)):
+        at = np.array(local.slots(index) if group.kind == "tokens" else ())
+        for start, block in enumerate(ids, first // group.block_size):
+            free = np.flatnonzero(start * group.block_size + at >= max(wanted, first))
+            if len(free) and block is not None:
+                yield Padding(index, block, int(free[0]), len(free))
 
 
 def arrays(mine: Lists) -> list[tuple[int, Int64s]]:
@@ -465,6 +523,7 @@ def check_plans(
     wanted: int,
     limits: tuple[int, int] = (1 << 20, 512),
     lent: Lists = (),
+    exact: Container[int] = (),
 ) -> None:
     """Copy what plans say, and compare every byte of the destination with what the request's arrays say."""
     before = [a.copy() for a in local.arrays]
@@ -473,7 +532,7 @@ def check_plans(
         if plan is not None:
             execute(plan, local, remote, written, limits, lent=lent)
     may = [np.zeros(len(a), np.bool_) for a in local.arrays]
-    for memory, places, data, must in cells(local, mine, cache, tokens, wanted):
+    for memory, places, data, must in cells(local, mine, cache, tokens, wanted, exact):
         at = places[..., None] + np.arange(data.shape[-1])
         may[memory][at.ravel()] = True
         if must:

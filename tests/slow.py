@@ -18,6 +18,7 @@ PATIENT = [
     for name in (
         # These only compute.
         *("alerts", "cli_streams", "deploy", "fuzz", "geometry", "machine", "offload_machine", "offload_planted"),
+        "token_shards",
         # These have engines and processes as well, and wait for events within many seconds.
         *("bench_compare", "bench_remote", "bench_sweep", "bench_vs_vllm", "cli", "docs", "doctor"),
         *("doctor_peer", "embed", "embed_examples", "events", "families", "inspect_ask", "leaks", "leaks_records"),

@@ -206,12 +206,15 @@ def _compare_layers(local_parts: _Parts, remote_parts: _Parts) -> Iterator[tuple
 def _said_as(spot: _Spot, other: _Spot) -> Part:
     """Describe a part as the other side does: with a settled extent, or, if every rank holds it whole, as sharded."""
     part, twin = spot.part, other.part
-    if part.axis and part.axis == twin.axis and part.extent != twin.extent and _is_guess(spot, other):
-        size = spot.layout.tp_size
-        extent = math.gcd(size, other.layout.tp_size) if _is_guess(other, spot) else twin.extent
+    shards = [each.layout.shard(each.view.group).size for each in (spot, other)]
+    is_told = part.extent != twin.extent or max(shards) > 1
+    if part.axis and part.axis == twin.axis and is_told and _is_guess(spot, other):
+        # Neighbours that share tokens hold the same entry, so they count as one.
+        size, others = spot.layout.tp_size // shards[0], other.layout.tp_size // shards[1]
+        extent = math.gcd(size, others) if _is_guess(other, spot) else twin.extent
         if size % extent:
             return part
-        lo = spot.layout.tp_rank * extent // size
+        lo = spot.layout.tp_rank // shards[0] * extent // size
         return structs.replace(part, held=(lo, lo + 1), extent=extent)
     if part.axis or not twin.axis:
         return part

@@ -148,7 +148,9 @@ class BlockLists:
         block[block == there.null_block] = NULL
         if here.window and block.min() == NULL:
             # Tokens before the window are read only to fill whole blocks, so they may be missing on the other side.
-            needed = (block != NULL) | (np.minimum(start + spans[2], self.num_tokens) > inside)
+            # Of several stretches the last counts. A group with a window is whole here, so its steps count all tokens.
+            reach = spans[2] + ((spans[3] - 1) * spans[4] if pair.is_shared else 0)
+            needed = (block != NULL) | (np.minimum(start + reach, self.num_tokens) > inside)
             start, kernel, source, spans, at, block = _chosen(needed, start, kernel, source, spans, at, block)
         if not len(block):
             return ()

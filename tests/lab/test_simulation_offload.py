@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import subprocess
 import sys
@@ -140,9 +141,12 @@ def test_a_planted_bug_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def plant(owner: Any, method: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace something in the source of a method."""
-    source = textwrap.dedent(inspect.getsource(getattr(owner, method)))
+    """Replace something in the source of a method or a cached property of a class, or of a module's function."""
+    found = getattr(owner, method)
+    source = textwrap.dedent(inspect.getsource(getattr(found, "func", found)))
     assert source.count(before) == 1, f"{before!r} is not, or not once, in {method}"
     namespace = dict(vars(inspect.getmodule(owner)))
     exec(compile(source.replace(before, after), "planted", "exec"), namespace)
-    monkeypatch.setattr(owner, method, namespace[method])
+    if isinstance(made := namespace[method], functools.cached_property):
+        made.__set_name__(owner, method)
+    monkeypatch.setattr(owner, method, made)
