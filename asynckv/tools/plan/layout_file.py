@@ -12,21 +12,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import FieldInfo, fields
 
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.check import check_layout
-from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
+from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, TokenShard, View
 
 SCHEMA = "asynckv.layout/1"
 Role = Literal["prefill", "decode"]
 _NESTED: dict[type[Struct], dict[str, type[Struct]]] = {
-    Layout: {"memories": Memory, "groups": Group, "views": View},
+    Layout: {"memories": Memory, "groups": Group, "views": View, "token_shards": TokenShard},
     View: {"parts": Part},
     Part: {"dims": Dim},
 }
-_FIELDS: dict[type, tuple[FieldInfo, ...]] = {x: fields(x) for x in (Layout, Memory, Group, View, Part, Dim)}
+_FIELDS: dict[type, tuple[FieldInfo, ...]] = {
+    x: fields(x) for x in (Layout, Memory, Group, View, Part, Dim, TokenShard)
+}
 
 
 def _some(kind: Any) -> Any:
@@ -38,6 +40,7 @@ def _named(kind: type[Struct]) -> type[Struct]:
     nested, made = _NESTED.get(kind, {}), list[Any]()
     for field in _FIELDS[kind]:
         type_ = _some(_named(nested[field.name])) if field.name in nested else field.type
+        type_ = type_ | UnsetType if field.default is UNSET else type_
         made.append((field.name, type_) if field.required else (field.name, type_, field.default))
     return msgspec.defstruct(kind.__name__, made, kw_only=True, forbid_unknown_fields=True)
 
@@ -94,17 +97,19 @@ def _ranks(raw: bytes, role: Role | None) -> list[Layout]:
         except LayoutError as exc:
             raise LayoutError(f"ranks[{i}]: {exc}") from exc
     places = [(x.pp_stage, x.tp_rank) for x in layouts]
-    sizes = {(x.pp_size, x.tp_size) for x in layouts}
+    sizes = {(x.pp_size, x.tp_size, x.num_token_shards) for x in layouts}
     for place, count in Counter(places).items():
         if count > 1:
             raise LayoutError(f"(pp_stage, tp_rank) {place} is there twice; a file holds different ranks of one engine")
     if len(sizes) > 1:
-        raise LayoutError(f"ranks are of (pp_size, tp_size) {sorted(sizes)[:4]}; a file holds ranks of one engine")
+        raise LayoutError(
+            f"ranks are of (pp_size, tp_size, num_token_shards) {sorted(sizes)[:4]}; a file holds ranks of one engine"
+        )
     return layouts
 
 
 def _wired(kind: type[Struct], named: Struct) -> Any:
     values = msgspec.structs.asdict(named)
     for name, inner in _NESTED.get(kind, {}).items():
-        values[name] = tuple(_wired(inner, each) for each in values[name])
+        values[name] = tuple(_wired(inner, each) for each in values[name] or ()) or UNSET
     return kind(**values)
