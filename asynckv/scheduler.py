@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, seconds, shown, text, texts
 from asynckv.config import LeaseConfig, check_lease
@@ -40,6 +41,7 @@ class PrefillRanks:
             all ranks, never less than before.
         tp_size: Ranks per pipeline stage; their number if left out.
         pp_size: Pipeline stages.
+        num_token_shards: Number of neighbouring ranks that share the tokens of a block (`Layout.token_shards`).
         null_block: Id that marks a place without a block in the engine's lists (vLLM: 0). `None` always marks one.
         token_hex: Source of randomness, as `secrets.token_hex`; for simulations.
 
@@ -56,6 +58,7 @@ class PrefillRanks:
         memory_epoch: int = 0,
         tp_size: int | None = None,
         pp_size: int = 1,
+        num_token_shards: int = 1,
         null_block: int = NULL,
         token_hex: Callable[[int], str] = secrets.token_hex,
     ) -> None:
@@ -66,6 +69,12 @@ class PrefillRanks:
         self.pp_size = integer("pp_size", pp_size, 1, MAX_RANKS, ConfigError)
         size = len(self.endpoints) // self.pp_size if tp_size is None else tp_size
         self.tp_size = integer("tp_size", size, 0 if tp_size is None else 1, MAX_RANKS, ConfigError)
+        self.num_token_shards = integer("num_token_shards", num_token_shards, 1, MAX_RANKS, ConfigError)
+        if self.tp_size % self.num_token_shards:
+            raise ConfigError(
+                f"num_token_shards {num_token_shards} does not divide the tp_size {self.tp_size} of prefill engine "
+                f"{engine_id!r}; give the number that its layouts have (Layout.num_token_shards)"
+            )
         self.null_block = integer("null_block", null_block, NULL, MAX_BLOCK_ID, ConfigError)
         self.lease = LeaseConfig() if lease is None else lease
         if not isinstance(self.lease, LeaseConfig):
@@ -173,6 +182,7 @@ class PrefillRanks:
                 hash_tokens=per_hash,
                 traceparent=traceparent,
                 tracestate=tracestate,
+                num_token_shards=self.num_token_shards if self.num_token_shards > 1 else UNSET,
             )
         )
         plain["groups"] = blocks

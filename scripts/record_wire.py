@@ -36,7 +36,7 @@ from asynckv.errors import ConfigError
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.gather import Packing, Recipe
-from asynckv.geometry.layout import ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View
+from asynckv.geometry.layout import ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, TokenShard, View
 from asynckv.scheduler import PrefillRanks
 from asynckv.told import StepWait
 from asynckv.tools.plan.layout_file import dump_layouts
@@ -51,6 +51,7 @@ RELEASED = "released.json"
 KEY = Key("5f0c9a2be1d34c7788aa00ff12345678", 3, 41, "00112233445566778899aabbccddeeff")
 COHORT = Cohort("decode:0,é", 2, 1, 4, 3)
 LAYOUT = Layout(
+    schema=2,
     model="model",
     tp_rank=1,
     tp_size=2,
@@ -60,6 +61,7 @@ LAYOUT = Layout(
     groups=(
         Group("attention", 16, 8, ratio=2, window=64, null_block=0),
         Group("states", ONE_PER_REQUEST, 4, kind="state"),
+        Group("latents", 16, 4),
     ),
     views=(
         View(
@@ -85,10 +87,12 @@ LAYOUT = Layout(
         View(
             1, 1, "layers.1", 0, 64, (Part("ssm", "float32", 4, 0, (Dim("channel", 16, 4),), "channel", (16, 32), 32),)
         ),
+        View(1, 2, "layers.3", 4096, 128, (Part("kv", "float16", 2, 0, (Dim("token", 8, 16), Dim("dim", 8, 2))),)),
     ),
     aliases=(("layers.2", "layers.0"),),
     slotted=True,
     guessed_axis="head",
+    token_shards=(TokenShard(2, 2, 1, 4),),
 )
 """A layout in which no field has its default."""
 
@@ -112,6 +116,7 @@ PARAMS = KVTransferParams(
     hash_tokens=16,
     traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     tracestate="vendor=1",
+    num_token_shards=2,
 )
 LEAST_PARAMS = KVTransferParams(
     engine_id="p",

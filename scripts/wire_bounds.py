@@ -67,12 +67,13 @@ def params(example: types.KVTransferParams) -> dict[str, Any]:
     """Return recipes for params: each field alone at its bounds, because all at once would be gigabytes."""
     kind = inspect.type_info(type(example))
     assert isinstance(kind, inspect.StructType)
-    found, plain = {}, msgspec.to_builtins(example)
+    # Without shards, because their number must divide `tp_size`, whatever it is.
+    found, plain = {}, msgspec.to_builtins(msgspec.structs.replace(example, num_token_shards=msgspec.UNSET))
     for field in kind.fields:
         for is_most, word in ((True, "most"), (False, "least")):
             # Only one long list at a time, because no real request has 64 groups of a million runs.
             value = _bound(field.type, getattr(example, field.name), is_most, nested=False)
-            if value != plain[field.name]:
+            if field.name in plain and value != plain[field.name]:
                 found[f"{field.name} at its {word}"] = {**plain, field.name: value}
     runs = {"items": [bounds.MAX_BLOCK_ID, 1], "times": bounds.MAX_RUNS}
     found["runs of blocks at their most"] = {**plain, "groups": [[bounds.MAX_TOKENS, runs]]}

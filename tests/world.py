@@ -271,7 +271,12 @@ class World(Fabric):
         names = "+".join(e.incarnation for e in endpoints)
         if names not in self.groups:
             layout = ranks[0].core.identity.layout
-            self.groups[names] = PrefillRanks(ranks[0].core.identity.engine_id, endpoints, pp_size=layout.pp_size)
+            self.groups[names] = PrefillRanks(
+                ranks[0].core.identity.engine_id,
+                endpoints,
+                pp_size=layout.pp_size,
+                num_token_shards=layout.num_token_shards,
+            )
         group = self.groups[names]
         return decode_params(group.make_params(request_id, [(0, blocks)], num_tokens, **kwargs))  # type: ignore[arg-type]
 

@@ -121,6 +121,7 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
     """Number of cohorts that may read and are waited for; above 1 for siblings and for routers that retry elsewhere."""
     tp_rank: int
     tp_size: int
+    num_token_shards: int = 1
     warn_s: float = math.inf
     hashes: tuple[str, ...] = ()
     hash_tokens: int = 0
@@ -538,7 +539,10 @@ class Lease:
         if self.keys.get(reader, proven) != proven:
             return refused(message, Reason.FOREIGN_PULL, _OTHER_KEY)
         bound, lent = self.cohorts.get(cohort.id), self.lent
-        ranks = _owed_readers(lent.tp_rank, lent.tp_size, cohort.tp_size) if bound is None else bound.ranks
+        if bound is None:
+            ranks = _owed_readers(lent.tp_rank, lent.tp_size, cohort.tp_size, lent.num_token_shards)
+        else:
+            ranks = bound.ranks
         has_room = len(self.cohorts) < lent.readers if bound is None else bound.sizes == sizes
         is_reader = cohort.tp_rank in ranks and cohort.pp_stage < cohort.pp_size
         if not (has_room and is_reader and len(ranks) * cohort.pp_size <= MAX_READERS):
@@ -555,13 +559,16 @@ class Lease:
     def _stranger(self, message: Claim | Release) -> Refused:
         """Say why the lease cannot be bound to the message's cohort."""
         cohort, lent = message.cohort, self.lent
-        owed, reason = owed_readers(lent.tp_rank, lent.tp_size, cohort.tp_size), Reason.WRONG_COHORT
+        owed = owed_readers(lent.tp_rank, lent.tp_size, cohort.tp_size, lent.num_token_shards)
+        reason, shards = Reason.WRONG_COHORT, lent.num_token_shards
         if cohort.tp_rank >= cohort.tp_size or cohort.pp_stage >= cohort.pp_size:
             why = f"tp_rank {cohort.tp_rank} of {cohort.tp_size}, stage {cohort.pp_stage} of {cohort.pp_size}: too high"
         elif len(owed) * cohort.pp_size > MAX_READERS:
             why = f"{len(owed)} x {cohort.pp_size} readers are more than {MAX_READERS}"
         elif cohort.tp_rank not in owed:
             reason, there = Reason.NOT_OWED, f"prefill tp_rank {lent.tp_rank} of {lent.tp_size}"
+            if shards > 1:
+                there += f", of which each {shards} neighbours share tokens"
             why = f"decode tp_rank {cohort.tp_rank} of {cohort.tp_size} does not answer for {there}"
         elif (bound := self.cohorts.get(cohort.id)) is not None:
             sizes = cohort.tp_size, cohort.pp_size

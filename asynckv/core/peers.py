@@ -161,6 +161,9 @@ class Peers:
         if not (peer.is_named(engine_id, rank) or peer.state is S.CONNECTING or peer in self.waiting):
             text = f"{peer.address} is {peer.name}, but the params name {rank.name}; correct the endpoints"
             failure = Reason.WRONG_TARGET, text
+        elif peer.layout is not None and (found := peer.layout.num_token_shards) != rank.num_token_shards:
+            text = f"{peer.where}: its layout has num_token_shards {found}, but the params say {rank.num_token_shards}"
+            failure = Reason.GEOMETRY, f"{text}; give PrefillRanks num_token_shards={found}"
         elif peer.may_be_met and now >= peer.not_before:
             if peer.layout is None:
                 self.waiting.setdefault(peer, pull_id)

@@ -119,7 +119,8 @@ class PrefillSide:
         """Why the engine takes nothing new, in a word; empty while it is open. A closed engine parks nothing."""
         self._layout, self._ledger, self._outbox, self._timers = identity.layout, ledger, outbox, timers
         self._config, self._readers, self._arrivals = config.lease, readers, arrivals
-        self._here = identity.engine_id, identity.layout.tp_size, identity.layout.pp_size
+        self._shards = identity.layout.num_token_shards
+        self._here = identity.engine_id, identity.layout.tp_size, identity.layout.pp_size, self._shards
         self._held_fraction = config.log.held_fraction
         self._lease_s = self._warn_s = math.nan
         """The last request's lease, which was checked, and how long it may be held before it is reported."""
@@ -158,7 +159,7 @@ class PrefillSide:
         if params.lease_s != self._lease_s:
             check_lease(params.lease_s, self._config.max_lease_s)
             self._lease_s, self._warn_s = params.lease_s, warn_after(params.lease_s, self._held_fraction)
-        if (params.engine_id, params.tp_size, params.pp_size) != self._here:
+        if (params.engine_id, params.tp_size, params.pp_size, params.num_token_shards or 1) != self._here:
             raise self._not_ours(params)
         layout, key = self._layout, params.key
         lent = Lent(
@@ -175,6 +176,7 @@ class PrefillSide:
             readers=readers,
             tp_rank=layout.tp_rank,
             tp_size=layout.tp_size,
+            num_token_shards=self._shards,
             warn_s=self._warn_s,
         )
         if key in self.leases or key in self._ended:
@@ -215,7 +217,7 @@ class PrefillSide:
         """Make sure that a request is never lent, and revoke it if it is. Return the pulls that waited, or None if the
         request was lent or withdrawn before.
         """
-        if (params.engine_id, params.tp_size, params.pp_size) != self._here:
+        if (params.engine_id, params.tp_size, params.pp_size, params.num_token_shards or 1) != self._here:
             raise self._not_ours(params)
         key = params.key
         if (lease := self.leases.get(key)) is not None:
@@ -386,11 +388,14 @@ class PrefillSide:
     # -- inside ------------------------------------------------------------------------------------
 
     def _not_ours(self, params: KVTransferParams) -> LocalProtocolError:
-        engine_id, tp_size, pp_size = self._here
-        return LocalProtocolError(
+        engine_id, tp_size, pp_size, shards = self._here
+        text = (
             f"the params are for engine {params.engine_id!r} of tp_size {params.tp_size} and pp_size "
             f"{params.pp_size}, but this is {engine_id!r} of {tp_size} and {pp_size}"
         )
+        if (said := params.num_token_shards or 1) != shards:
+            text += f", with num_token_shards {shards}, not {said}; give PrefillRanks num_token_shards={shards}"
+        return LocalProtocolError(text)
 
     def _follow(self, lease: Lease, effects: Effects, noted: int) -> None:
         outbox = self._outbox

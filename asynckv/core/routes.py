@@ -68,17 +68,18 @@ class Routes:
         self._layout, self._on_tables, self._costs = layout, on_tables, costs
         # All peers share one source of ids, because two of them may be one process under two addresses.
         self._table_ids = itertools.count(1)
-        self._groups: dict[tuple[str, tuple[Endpoint, ...], int, int], Route] = {}
+        self._groups: dict[tuple[str, tuple[Endpoint, ...], int, int, int], Route] = {}
         self._num_endpoints = 0
         self._chosen: dict[tuple[FlowKey, tuple[int, ...]], Chosen | str] = {}
         """Ranks that were met together, and wanted groups -> tables to read from each, or why these are not enough."""
 
     def answered_for(self, request_id: str, params: KVTransferParams) -> Route:
         """Return the remote ranks that this one answers for, or raise `PlanRefused` if params list no whole group."""
-        group = (params.engine_id, tuple(params.endpoints), params.tp_size, params.pp_size)
+        shards = params.num_token_shards or 1
+        group = (params.engine_id, tuple(params.endpoints), params.tp_size, params.pp_size, shards)
         found = self._groups.get(group)
         if found is None:
-            found = self._answered_for(request_id, params)
+            found = self._answered_for(request_id, params, shards)
             self._num_endpoints += len(params.endpoints)
             if self._num_endpoints > MAX_ENDPOINTS:
                 self._groups.clear()
@@ -86,7 +87,7 @@ class Routes:
             self._groups[group] = found
         return found
 
-    def _answered_for(self, request_id: str, params: KVTransferParams) -> Route:
+    def _answered_for(self, request_id: str, params: KVTransferParams, shards: int) -> Route:
         listed = {(e.pp_stage, e.tp_rank) for e in params.endpoints}
         whole = len(listed) == len(params.endpoints) == params.tp_size * params.pp_size
         if not (whole and all(s < params.pp_size and r < params.tp_size for s, r in listed)):
@@ -102,14 +103,14 @@ class Routes:
                 f"the params of request {params.request_id[:80]!r} name one process for several of their "
                 f"{len(params.endpoints)} ranks; give the endpoint of each rank",
             )
-        ranks = remote_ranks(self._layout.tp_rank, self._layout.tp_size, params.tp_size)
+        ranks = remote_ranks(self._layout.tp_rank, self._layout.tp_size, params.tp_size, shards)
         if len(ranks) * params.pp_size > MAX_SOURCES:
             raise refusal(
                 request_id,
                 f"request {params.request_id[:80]!r} would be read from up to {len(ranks)} x {params.pp_size} prefill "
                 f"ranks, more than {MAX_SOURCES}",
             )
-        first = predicted(self._layout, ranks, params.tp_size)
+        first = predicted(self._layout, ranks, params.tp_size) if shards == 1 else ranks
         mine = tuple(
             RemoteRank(
                 e.tp_rank,
@@ -117,6 +118,7 @@ class Routes:
                 (Address(e.address), e.incarnation),
                 rank_name(params.engine_id, e.tp_rank, e.pp_stage, e.incarnation),
                 e.tp_rank in first,
+                shards,
             )
             for e in sorted(params.endpoints, key=lambda e: (e.pp_stage, e.tp_rank))
             if e.tp_rank in ranks

@@ -57,13 +57,14 @@ ROLE, RELEASE = members(Role), members(ReleaseState)
 
 
 class RemoteRank(NamedTuple):
-    """A rank as params list it. `is_predicted` is True if the usual rule reads it."""
+    """A rank as params list it, with the number of ranks that share tokens. `is_predicted`: the usual rule reads it."""
 
     tp_rank: int
     pp_stage: int
     place: Place
     name: str
     is_predicted: bool
+    num_token_shards: int = 1
 
 
 class Blame(NamedTuple):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Annotated, NewType, NoReturn, TypeVar, cast
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from asynckv.arguments import MAX_NAME
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
@@ -122,6 +122,7 @@ class KVTransferParams(Struct, frozen=True, kw_only=True, gc=False):
         hash_tokens: Tokens per hash; 0 without hashes.
         traceparent: Trace that the request belongs to, as W3C writes it; empty if none.
         tracestate: Vendors' state of that trace.
+        num_token_shards: Number of neighbouring prefill ranks that share tokens. Not encoded if none do.
     """
 
     schema: Annotated[int, Meta(ge=1, le=1)] = 1
@@ -140,6 +141,7 @@ class KVTransferParams(Struct, frozen=True, kw_only=True, gc=False):
     hash_tokens: Tokens = 0
     traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT)] = ""
     tracestate: Annotated[str, Meta(max_length=MAX_TRACESTATE)] = ""
+    num_token_shards: Size | UnsetType = UNSET
 
 
 _described = msgspec.msgpack.Decoder(KVTransferParams)
@@ -265,19 +267,22 @@ def decode_params(value: object) -> KVTransferParams:
     """
     try:
         if isinstance(value, KVTransferParams):
-            return sendable(value, KVTransferParams)
-        runs, groups = 0, value.get("groups") if isinstance(value, dict) else None
-        for pair in groups[:MAX_GROUPS] if isinstance(groups, list | tuple) else ():
-            if isinstance(pair, list | tuple) and len(pair) > 1 and isinstance(pair[1], list | tuple):
-                runs += len(pair[1])
-        if runs > MAX_RUNS:
-            # Refuse before validation, because checking so many would hold up the scheduler's thread.
-            raise RemoteProtocolError(f"params are malformed: {runs} runs of block ids; at most {MAX_RUNS} are taken")
-        params = msgspec.convert(value, KVTransferParams)
-        # Check that all text can be sent. Types ensure that for the rest, such as thousands of runs of a long prompt.
-        key, trace = params.key, (params.traceparent, params.tracestate)
-        texts = params.engine_id, params.request_id, params.endpoints, params.hashes, trace
-        msgspec.msgpack.encode((key, texts))
+            params = sendable(value, KVTransferParams)
+        else:
+            runs, groups = 0, value.get("groups") if isinstance(value, dict) else None
+            for pair in groups[:MAX_GROUPS] if isinstance(groups, list | tuple) else ():
+                if isinstance(pair, list | tuple) and len(pair) > 1 and isinstance(pair[1], list | tuple):
+                    runs += len(pair[1])
+            if runs > MAX_RUNS:
+                # Refuse before validation, because checking so many would hold up the scheduler's thread.
+                raise RemoteProtocolError(
+                    f"params are malformed: {runs} runs of block ids; at most {MAX_RUNS} are taken"
+                )
+            params = msgspec.convert(value, KVTransferParams)
+            # Check that all text can be sent. Types ensure that for the rest, such as thousands of runs of block ids.
+            key, trace = params.key, (params.traceparent, params.tracestate)
+            texts = params.engine_id, params.request_id, params.endpoints, params.hashes, trace
+            msgspec.msgpack.encode((key, texts))
     except UnicodeEncodeError as exc:
         # `json.loads` makes lone surrogates, which no message could carry.
         raise RemoteProtocolError(f"params are malformed: text that is not valid Unicode: {exc.reason}") from exc
@@ -285,6 +290,10 @@ def decode_params(value: object) -> KVTransferParams:
         raise RemoteProtocolError(f"params are malformed: {of_vllm(value) or exc}") from exc
     except (TypeError, OverflowError, RecursionError) as exc:
         raise RemoteProtocolError(f"params are malformed: a value cannot be sent: {exc}") from exc
+    if params.tp_size % (params.num_token_shards or 1):
+        raise RemoteProtocolError(
+            f"params are malformed: num_token_shards {params.num_token_shards} does not divide tp_size {params.tp_size}"
+        )
     return params
 
 

@@ -67,11 +67,11 @@ def explain(
 ) -> dict[str, Any]:
     """Plan one request on every local rank; `nic_gbit` is the bandwidth of each rank's device, in Gbit/s."""
     by_place = {(x.pp_stage, x.tp_rank): x for x in remote}
-    size, stages, shards = remote[0].tp_size, remote[0].pp_size, remote[0].num_token_shards
-    ranks = []
+    size, stages = remote[0].tp_size, remote[0].pp_size
+    shards, ranks = remote[0].num_token_shards, []
     for layout in local:
-        released = remote_ranks(layout.tp_rank, layout.tp_size, size, shards)
-        answered = [(s, r) for s in range(stages) for r in released]
+        found = remote_ranks(layout.tp_rank, layout.tp_size, size, shards)
+        answered = [(s, r) for s in range(stages) for r in found]
         if absent := [place for place in answered if place not in by_place]:
             raise ConfigError(
                 f"the remote file holds {len(remote)} of its engine's {size * stages} ranks, but decode "
@@ -85,7 +85,7 @@ def explain(
         _place(x): [
             _named(here, stage, rank)
             for stage in range(here.pp_size)
-            for rank in owed_readers(x.tp_rank, x.tp_size, here.tp_size, x.num_token_shards)
+            for rank in owed_readers(x.tp_rank, x.tp_size, here.tp_size, shards)
         ]
         for x in remote
     }

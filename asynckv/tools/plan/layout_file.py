@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import Meta, Struct
 from msgspec.structs import FieldInfo, fields
 
 from asynckv.errors import ConfigError, LayoutError
@@ -40,7 +40,6 @@ def _named(kind: type[Struct]) -> type[Struct]:
     nested, made = _NESTED.get(kind, {}), list[Any]()
     for field in _FIELDS[kind]:
         type_ = _some(_named(nested[field.name])) if field.name in nested else field.type
-        type_ = type_ | UnsetType if field.default is UNSET else type_
         made.append((field.name, type_) if field.required else (field.name, type_, field.default))
     return msgspec.defstruct(kind.__name__, made, kw_only=True, forbid_unknown_fields=True)
 
@@ -111,5 +110,6 @@ def _ranks(raw: bytes, role: Role | None) -> list[Layout]:
 def _wired(kind: type[Struct], named: Struct) -> Any:
     values = msgspec.structs.asdict(named)
     for name, inner in _NESTED.get(kind, {}).items():
-        values[name] = tuple(_wired(inner, each) for each in values[name] or ()) or UNSET
+        if values[name]:  # else it was left out
+            values[name] = tuple(_wired(inner, each) for each in values[name])
     return kind(**values)
