@@ -43,7 +43,7 @@ WAYS = {
 }
 BLOCKS = {"scattered": ("descriptors", "posts_scattered"), "runs": ("descriptors_in_runs", "posts")}
 LEGEND = (
-    "bytes: a last, partly filled block is read to its end, unless ranks share its tokens.",
+    "bytes: a last, partly filled block is read to its end, unless ranks share it.",
     "pieces per block: byte ranges that are contiguous on both sides, or runs of staged reads, in all layers of the "
     "group; a state counts as one block.",
     "descriptors: those of the whole request. if in runs: the number that is left if blocks lie in runs on both "
@@ -174,7 +174,7 @@ def _side(layouts: Sequence[Layout]) -> dict[str, Any]:
                 "tokens_per_block": g.block_size if g.kind == "tokens" else None,
                 "kernel_blocks": g.ratio,
                 "window": g.window,
-                "token_shards": _values(first.shard(i)),
+                "token_shards": _values(first.shard(i), ("size", "interleave")),
                 "layers": len({v.layer for x in layouts for v in x.views if v.group == i}),
                 "parts": _parts(first, i),
             }
@@ -183,8 +183,8 @@ def _side(layouts: Sequence[Layout]) -> dict[str, Any]:
     }
 
 
-def _values(shard: TokenShard) -> dict[str, int] | None:
-    return {"size": shard.size, "rank": shard.rank, "interleave": shard.interleave} if shard.size > 1 else None
+def _values(shard: TokenShard, names: Sequence[str] = ("size", "rank", "interleave")) -> dict[str, int] | None:
+    return {name: getattr(shard, name) for name in names} if shard.size > 1 else None
 
 
 def _parts(layout: Layout, group: int) -> list[dict[str, Any]]:
@@ -356,7 +356,7 @@ def show(report: dict[str, Any], console: Console) -> None:
             )
             ratio = f" of {group['kernel_blocks']} kernel blocks" if group["kernel_blocks"] > 1 else ""
             if (shard := group["token_shards"]) is not None:
-                of += f", shared by {shard['size']} ranks, {shard['interleave']} at a time"
+                of += f", shared by {shard['size']} ranks by {shard['interleave']}"
             layers = f"{group['layers']} layer{'s' if group['layers'] > 1 else ''}"
             console.print(f"  group {group['name']}: {layers}, {of}{ratio}")
             for shape, names in grouped((_shape(part), part["name"]) for part in group["parts"]).items():
@@ -400,8 +400,11 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print("[bold]Releases[/bold]: a prefill rank's blocks are free once these decode ranks have released them")
     read_by = {r["rank"]: {x["remote"] for x in r["reads"]} for r in report["ranks"]}
     for name, readers in report["owed"].items():
-        notes = {d: "" if name in read else " (which reads nothing from it)" for d, read in read_by.items()}
-        names = [f"{d}{notes.get(d, ' (not in this file)')}" for d in readers]
+        alike = grouped((name in read_by[d] if d in read_by else None, d) for d in readers)
+        notes = {True: "", False: f" (which read{'s' * (len(alike.get(False, ())) == 1)} nothing from it)"}
+        # A note covers all names before it, so ranks without one come last.
+        order = sorted(alike.items(), key=lambda each: each[0] is not False)
+        names = [f"{_names(some)}{notes.get(kind, ' (not in this file)')}" for kind, some in order]
         console.print(f"  prefill {name}: decode {', '.join(names)}")
     _show_problems(report, console)
     for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
