@@ -267,7 +267,7 @@ def register_parts(
         groups=tuple(groups),
         views=tuple(views),
         aliases=tuple(aliases.items()),
-        **_shards(token_shards),
+        **_shared_tokens(token_shards),
     )
     return register_memory(layout, tuple(owners))
 
@@ -417,12 +417,12 @@ def register_tensors(
         groups=(Group("attention", block_size, num_blocks, ratio),),
         views=tuple(views),
         aliases=tuple(aliases.items()),
-        **_shards(() if token_shard is None else (TokenShard(0, *token_shard),)),
+        **_shared_tokens(() if token_shard is None else (TokenShard(0, *token_shard),)),
     )
     return register_memory(layout, tuple(tensors.values()))
 
 
-def _shards(shards: Sequence[TokenShard]) -> dict[str, Any]:
+def _shared_tokens(shards: Sequence[TokenShard]) -> dict[str, Any]:
     """Return the fields of a layout that say how ranks share tokens; none if they do not."""
     given: Any = shards
     if not isinstance(given, tuple | list) or not all(isinstance(each, TokenShard) for each in given):

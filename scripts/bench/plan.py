@@ -198,8 +198,9 @@ def plan(
     """Measure the time of planning, and print a JSON line per case.
 
     The cases are blocks in runs and scattered, in two memory orders. Each gives milliseconds per peer and per request
-    (the median of ten), and the peak of memory. With --shared: CPU milliseconds for the tables of 8 peers of
-    61 layers, and for the plan of 32,768 tokens and the number of its posts. With --layouts: CPU milliseconds per step of a handshake (best of 5).
+    (the median of ten), and the peak of memory. With --shared: CPU milliseconds for the tables of 8 peers of 61 layers,
+    and for the plan of 32,768 tokens and the number of its posts. With --layouts: CPU milliseconds per step of a
+    handshake (best of 5).
     """
     if layouts:
         for name, layout in dear_layouts():
