@@ -299,12 +299,11 @@ class PeerTables:
                 f"dim lies within tokens; heads before tokens (hnd) on the prefill side, or equal TP sizes, avoid that"
             )
         if table.num_rows > WARN_ROWS * layers and num_bytes < SMALL_PIECE:
-            is_state = self.local.groups[table.span.group].kind == "state"
-            remedy = (
-                "the same order on both sides, with the dim that TP cuts first, makes"
-                if is_state
-                else "heads before tokens (hnd) and equal block sizes on both sides make"
-            )
+            remedy = "heads before tokens (hnd) and equal block sizes on both sides make"
+            if self.local.groups[table.span.group].kind == "state":
+                remedy = "the same order on both sides, with the dim that TP cuts first, makes"
+            elif table.span.count > 1:
+                remedy = "a longer interleave of the ranks that share tokens makes"
             self.warnings.append(
                 f"group {table.span.group} is read in pieces of {num_bytes:,.0f} bytes, "
                 f"{table.num_rows / layers:.0f} per block and layer; pieces below {SMALL_PIECE:,} bytes are slow. "
