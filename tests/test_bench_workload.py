@@ -214,7 +214,9 @@ SHARES = [(2, 1, 1), (2, 4, 1), (4, 2, 1), (4, 1, 2), (2, 8, 2), (8, 2, 2)]
 def pools(size: int, interleave: int, ratio: int) -> list[Pool]:
     """Make the pool of a rank that holds all tokens, and those of ranks that share them."""
     sizes: dict[str, Any] = {"num_blocks": 8, "block_size": 32, "ratio": ratio}
-    ranks = [{"tp_rank": r, "tp_size": size, "dcp": size, "cp_interleave": interleave} for r in range(size)]
+    ranks: list[dict[str, Any]] = [
+        {"tp_rank": r, "tp_size": size, "dcp": size, "cp_interleave": interleave} for r in range(size)
+    ]
     return [Pool(model_layout(SHARED, **sizes, **rank), 1) for rank in ({}, *ranks)]
 
 

@@ -13,7 +13,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -45,7 +45,9 @@ def share(interleave: int, tokens: int = 32_768, ranks: int = 8, layers: int = 6
     """Plan a request of a TP-1 rank from ranks that share tokens (heads, if 0), by typical costs; return CPU times."""
     model = Model("m", (Latent(512, 64) if interleave else Heads(ranks, 128),) * layers)
     here = model_layout(model, num_blocks=tokens // 64, block_size=64)
-    how = {"dcp": ranks, "cp_interleave": interleave, "block_size": 64 * ranks} if interleave else {"block_size": 64}
+    how: Any = (
+        {"dcp": ranks, "cp_interleave": interleave, "block_size": 64 * ranks} if interleave else {"block_size": 64}
+    )
     there = [model_layout(model, tp_rank=r, tp_size=ranks, num_blocks=tokens // 64, **how) for r in range(ranks)]
     config, took = PullConfig(), list[tuple[float, float]]()
     for _ in range(10):

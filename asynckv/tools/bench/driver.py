@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import structlog
@@ -116,7 +116,7 @@ class Driver:
                 self.found.pids[worker.name] = ready.pid
                 endpoints.setdefault(place, []).append(ready.endpoint)
         side = self._experiment.sides["prefill"]
-        more = {"lease": self._options.lease, "pp_size": side.pp, "num_token_shards": side.dcp}
+        more: Any = {"lease": self._options.lease, "pp_size": side.pp, "num_token_shards": side.dcp}
         names = {place: self._experiment.engines.name(place) for place in self._engines if place.role == "prefill"}
         return {place: PrefillRanks(name, endpoints[place], **more) for place, name in names.items()}
 

@@ -400,10 +400,10 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print("[bold]Releases[/bold]: a prefill rank's blocks are free once these decode ranks have released them")
     read_by = {r["rank"]: {x["remote"] for x in r["reads"]} for r in report["ranks"]}
     for name, readers in report["owed"].items():
-        alike = grouped((name in read_by[d] if d in read_by else None, d) for d in readers)
-        notes = {True: "", False: f" (which read{'s' * (len(alike.get(False, ())) == 1)} nothing from it)"}
+        kinds = grouped((name in read_by[d] if d in read_by else None, d) for d in readers)
+        notes = {True: "", False: f" (which read{'s' * (len(kinds.get(False, ())) == 1)} nothing from it)"}
         # A note covers all names before it, so ranks without one come last.
-        order = sorted(alike.items(), key=lambda each: each[0] is not False)
+        order = sorted(kinds.items(), key=lambda each: each[0] is not False)
         names = [f"{_names(some)}{notes.get(kind, ' (not in this file)')}" for kind, some in order]
         console.print(f"  prefill {name}: decode {', '.join(names)}")
     _show_problems(report, console)
