@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from asynckv.edges.torch import TensorPart, register_parts
 from asynckv.geometry.check import register_memory
-from asynckv.geometry.layout import ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View, attention_view, dense_part
+from asynckv.geometry.layout import (
+    ONE_PER_REQUEST,
+    Dim,
+    Group,
+    Layout,
+    Memory,
+    Part,
+    TokenShard,
+    View,
+    attention_view,
+    dense_part,
+)
 
 __all__ = [
     "ONE_PER_REQUEST",
@@ -17,6 +28,7 @@ __all__ = [
     "Memory",
     "Part",
     "TensorPart",
+    "TokenShard",
     "View",
     "attention_view",
     "dense_part",

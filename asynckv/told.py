@@ -181,6 +181,11 @@ class EngineStarted(Told):
     held_s: Annotated[float, "Time after which blocks that a transfer may still write are retired."]
     release_timeout_s: Annotated[float, "Time after which an unanswered release is given up."]
     backend: Annotated[str, "NIXL back end, or `simulated`."]
+    token_shards: Annotated[
+        list[tuple[int, int, int, int]] | None,
+        "This rank's share of tokens, per group that ranks share: `[group, number of ranks, its place among them, "
+        "consecutive tokens on each]`.",
+    ] = None
     boot_id: Annotated[str, "The boot of the machine; with it `host` is not mistaken for another of its name."] = ""
     pid_namespace: Annotated[int | None, "The namespace that `pid` is a number of."] = None
     pid_began: Annotated[int | None, "Start of the process, in clock ticks since the boot."] = None

@@ -159,7 +159,8 @@ def account() -> Account:
     )  # fmt: skip
     return Account(
         refused="too often", retry_s=0.5, engine_id="prefill", rank="prefill/tp1@0a1b2c3d", incarnation="0a1b2c3d" * 4,
-        tp_rank=1, tp_size=2, pp_stage=1, pp_size=2, memory_epoch=3, closed_as="draining", facts=facts,
+        tp_rank=1, tp_size=2, pp_stage=1, pp_size=2, token_shards=(TokenShard(2, 2, 1, 4),), memory_epoch=3,
+        closed_as="draining", facts=facts,
         counts=(PhaseCount(kind="lease", phase="granted", number=1, oldest_s=1.5),), counted_s=0.5, requests=(request,),
         holds=(HeldBlocks("req", "lent", {0: (1, 2)}, 1.5, 9.5, ("decode/tp0",), "pull"),), after="0x1.8p+1 l7",
         num_peers={"ready": 1}, peers=(peer,), num_readers=1, budgets={"parked": (0, 4096)},

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from asynckv import Engine, EngineConfig, NixlConfig, PrefillRanks, Registration
 from asynckv.embed import EngineDesk, Finished
 from asynckv.engine import LentRequest
-from asynckv.geometry.layout import Memory
+from asynckv.geometry.layout import Memory, TokenShard
 from asynckv.layout import register_memory
 from asynckv.results import PullResult
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
@@ -71,9 +71,14 @@ class Side:
 
 
 def memory(
-    seed: int, tp_rank: int = 0, tp_size: int = 1, head_dim: int = 32
+    seed: int, tp_rank: int = 0, tp_size: int = 1, head_dim: int = 32, dcp: int = 1
 ) -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
+    """Return a rank's memory; of `dcp` ranks that share the tokens of a block, each holds 16, by 4."""
     layout = make_layout(tp_rank, tp_size, num_blocks=BLOCKS, block_size=16, head_dim=head_dim)
+    if dcp > 1:
+        groups = (msgspec.structs.replace(layout.groups[0], block_size=16 * dcp),)
+        shards = (TokenShard(0, dcp, tp_rank % dcp, 4),)
+        layout = msgspec.structs.replace(layout, schema=2, groups=groups, token_shards=shards)
     arrays = [
         np.random.default_rng(seed + i).integers(0, 256, m.length, np.uint8) for i, m in enumerate(layout.memories)
     ]

@@ -49,6 +49,9 @@ def test_what_is_said_of_one_side_is_for_that_side() -> None:
     options = Options(tp="4:2", pp="1:3", order="hnd:nhd", block_size="32")
     assert options.shape("prefill") == Shape(tp=4, order="hnd", block_size=32)
     assert options.shape("decode") == Shape(tp=2, pp=3, block_size=32)
+    options = Options(tp="8", dcp="1:8", cp_interleave="4:2")
+    assert options.shape("prefill") == Shape(tp=8, cp_interleave=4)
+    assert options.shape("decode") == Shape(tp=8, dcp=8, cp_interleave=2)
 
 
 def test_no_file_of_the_benchmark_imports_one_that_imports_it() -> None:

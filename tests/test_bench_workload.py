@@ -6,14 +6,15 @@ import ctypes
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from asynckv.errors import ConfigError
-from asynckv.tools.bench.memory import Lists, Pool
+from asynckv.tools.bench.memory import POISON, Lists, Pool
 from asynckv.tools.bench.options import share_of
 from asynckv.tools.bench.workload import cached_tokens, drawn, traced
 from asynckv.tools.plan.layouts import CONV_ORDERS, ORDERS, model_layout
-from asynckv.tools.plan.models import Heads, Latent, Model, Projection, State
+from asynckv.tools.plan.models import Heads, Index, Latent, Model, Projection, State
 
 
 def test_one_length_or_a_range() -> None:
@@ -203,6 +204,81 @@ def test_ranks_hold_their_shares_of_one_pattern(order: str) -> None:
             size = share.array.shape[axis]
             cut = [slice(None)] * axis + [slice(half * size, (half + 1) * size)]
             assert (field.array[tuple(cut)] == share.array).all()
+
+
+SHARED = Model("shared", (Heads(1, 16), Heads(1, 16, window=20), Latent(32, 8, index=Index(8, "int8", 1)), STATE))
+SHARES = [(2, 1, 1), (2, 4, 1), (4, 2, 1), (4, 1, 2), (2, 8, 2), (8, 2, 2)]
+"""Ranks that share tokens, tokens in a row on one, and kernel blocks per block of 32 tokens."""
+
+
+def pools(size: int, interleave: int, ratio: int) -> list[Pool]:
+    """Make the pool of a rank that holds all tokens, and those of ranks that share them."""
+    sizes: dict[str, Any] = {"num_blocks": 8, "block_size": 32, "ratio": ratio}
+    ranks: list[dict[str, Any]] = [
+        {"tp_rank": r, "tp_size": size, "dcp": size, "cp_interleave": interleave} for r in range(size)
+    ]
+    return [Pool(model_layout(SHARED, **sizes, **rank), 1) for rank in ({}, *ranks)]
+
+
+@pytest.mark.parametrize(("size", "interleave", "ratio"), SHARES)
+def test_ranks_that_share_tokens_hold_their_own_of_one_pattern(size: int, interleave: int, ratio: int) -> None:
+    lists: Lists = [(0, [1, 3, 2]), (0, [None, 3, 2]), (0, [1, 3, 2]), (0, [5])]
+    whole, *ranks = pools(size, interleave, ratio)
+    for it in (whole, *ranks):
+        it.fill(3, lists, 90)
+    for field, *shares in zip(whole._fields, *(rank._fields for rank in ranks), strict=True):
+        for token in range(90) if field.group in (0, 2) else ():
+            block, offset = lists[field.group][1][token // 32], token % 32
+            assert block is not None
+            kernel, place = divmod(offset, 32 // ratio)
+            # vLLM's rule (block_table.py): the offset within the block decides the rank, and the place on it.
+            rank, here = offset // interleave % size, offset // (interleave * size) * interleave + offset % interleave
+            kernel_here, place_here = divmod(here, 32 // ratio // size)
+            one, other = field.array[block * ratio + kernel, place], shares[rank].array
+            assert (one == other[block * ratio + kernel_here, place_here]).all()
+
+
+@pytest.mark.parametrize(("size", "interleave", "ratio"), SHARES)
+@pytest.mark.parametrize(("first", "tokens"), [(0, 90), (0, 1), (33, 90), (40, 64), (41, 42)])
+def test_ranks_that_share_tokens_check_their_own_and_together_all(
+    size: int, interleave: int, ratio: int, first: int, tokens: int
+) -> None:
+    whole, *ranks = pools(size, interleave, ratio)
+    blocks: list[int | None] = [1, 3, 2]
+    taken = blocks[first // 32 : -(-tokens // 32)]
+    lists: Lists = [(first, taken), (first, []), (first, taken), (first, [])]
+    compared = 0
+    for rank, it in enumerate(ranks):
+        it.poison(lists)
+        it.fill(3, lists, tokens)
+        for field in it._fields:
+            # `fill` writes whole blocks; those before the first token were cached, and stay as they were.
+            shard, at = field.shard, first // 32 * 32
+            held = [t for t in range(at, at + 96) if t // interleave % size == rank]
+            for i, token in enumerate(held):
+                if token < first and field.group in (0, 2):
+                    kernel, place = divmod(i, field.array.shape[1])
+                    ids = [b * ratio + k for b in taken if b is not None for k in range(ratio)]
+                    field.array[ids[kernel], place] = np.uint64(POISON) >> field.shift
+            assert str(shard) in (f"tokens {rank} of {size} by {interleave}", "all tokens")
+        found, wrong = it.check(3, lists, tokens)
+        assert (found, wrong) == (it.wanted(lists, tokens), 0)
+        compared += found
+        if found:
+            assert it.check(4, lists, tokens)[1] > 0.9 * found
+    assert compared == whole.wanted(lists, tokens)
+
+
+def test_the_bytes_of_another_share_do_not_pass() -> None:
+    lists: Lists = [(0, [1, 3, 2]), (0, [None, 3, 2]), (0, [1, 3, 2]), (0, [5])]
+    _, one, other = pools(2, 1, 1)
+    for it in (one, other):
+        it.fill(3, lists, 90)
+    for mine, theirs in zip(one._fields, other._fields, strict=True):
+        mine.array[...] = theirs.array
+    compared, wrong = one.check(3, lists, 90)
+    shared = sum(45 * field.token_bytes for field in one._fields if field.group in (0, 2))
+    assert wrong > 0.9 * shared > 0.3 * compared
 
 
 def test_other_blocks_stay_untouched() -> None:

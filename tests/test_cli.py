@@ -57,6 +57,19 @@ def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["--order", "hnd:zigzag"], "order 'zigzag' is unknown; use one of nhd, hnd,"),
         (["--prefix-hit", "101%"], "--prefix-hit '101%'"),
         (["--prefix-hit", "-1"], "--prefix-hit '-1'"),
+        (["--dcp", "8:0"], "--dcp 8:0: '0' (decode side) is no number from 1 to 1024"),
+        (["--cp-interleave", "x"], "--cp-interleave x: 'x' (prefill side) is no number from 1 to"),
+        (["--tp", "8", "--dcp", "1:8"], "--tp 8 --dcp 8 --cp-interleave 1 (decode side): dcp 8 shares tokens over"),
+        (["--model", "deepseek-v3", "--tp", "8", "--dcp", "3"], "tp_rank 0 of 8 cannot have shard 0 of 3"),
+        (
+            ["--model", "deepseek-v3", "--dcp", "2"],
+            "(prefill side): group 0 ('0: latents'), tokens 0 of 2 by 1: tp_rank 0",
+        ),
+        (
+            ["--model", "deepseek-v3", "--tp", "1:8", "--dcp", "1:8", "--cp-interleave", "1:3"],
+            "(decode side): group 0 ('0: latents'), tokens 0 of 8 by 3: an interleave of 3 does not fit 2 tokens",
+        ),
+        (["--model", "mamba2-2.7b", "--tp", "2", "--dcp", "2"], "mamba2-2.7b keeps only states and sliding windows"),
         (["--pp", "99:1"], "pp_size 99 does not exist for 32 layers"),
         (["--model", "deepseek-v3", "--kv-heads", "2"], "--kv-heads 2: deepseek-v3"),
         (["--seed", "-1"], "Invalid value for '--seed'"),
@@ -143,6 +156,9 @@ def test_help_loads_nothing_heavy() -> None:
         (4, ["--tp", "2"]),
         (3, ["--tp", "2:1", "--order", "hnd", "--prefix-hit", "37", "--block-size", "48:16"]),
         (3, ["--model", "nemotron-h-8b", "--tp", "1:2", "--prefix-hit", "30%", "--order", "nhd:hnd"]),
+        (5, ["--model", "deepseek-v3", "--tp", "1:4", "--dcp", "1:4", "--prefix-hit", "37"]),
+        (5, ["--model", "qwen3-next-80b-a3b", "--tp", "4:1", "--dcp", "2:1", "--cp-interleave", "2"]),
+        (6, ["--model", "deepseek-v3", "--tp", "2:4", "--dcp", "2:4", "--block-size", "48:32", "--prefix-hit", "30%"]),
     ],
 )
 def test_a_small_run_verifies_every_byte(ranks: int, options: list[str], tmp_path: Path) -> None:

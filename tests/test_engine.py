@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import json
 import logging
 import os
 from typing import Any
@@ -14,7 +16,9 @@ import structlog
 from asynckv import (
     BackendError,
     BlocksRetired,
+    Engine,
     EngineClosed,
+    EngineConfig,
     LeaseConfig,
     LocalProtocolError,
     PeerLost,
@@ -32,8 +36,9 @@ from asynckv.config import NixlConfig, PullConfig
 from asynckv.core.decode import DecodeSide
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.observe.setup import configure_logging
+from asynckv.testing import SimControl, SimData
 from asynckv.testing.fabric import Fate
-from tests.engines import BLOCKS, Bench, reading, until
+from tests.engines import BLOCKS, Bench, memory, reading, until
 
 pytestmark = pytest.mark.anyio
 
@@ -563,9 +568,6 @@ async def test_nothing_reaches_stdout(capfd: pytest.CaptureFixture[str]) -> None
 
 
 async def test_failures_are_logged_with_their_history(sim: Bench) -> None:
-    import io
-    import json
-
     stream = io.StringIO()
     configure_logging("debug", stream=stream)
     try:
@@ -597,6 +599,24 @@ async def test_failures_are_logged_with_their_history(sim: Bench) -> None:
         "queued",
         "reading",
     ]
+
+
+async def test_a_rank_that_shares_tokens_logs_and_tells_its_share(sim: Bench) -> None:
+    stream = io.StringIO()
+    configure_logging("info", stream=stream)
+    try:
+        for dcp in (4, 1):
+            registration, _ = memory(1, 6, 8, dcp=dcp)
+            data, control = SimData(sim.network, f"n{dcp}"), SimControl(sim.network)
+            engine = Engine(
+                EngineConfig(engine_id="prefill"), registration, data=data, control=control, clock=sim.clock
+            )
+            async with engine:
+                await until(lambda: "engine_started" in stream.getvalue())
+    finally:
+        structlog.reset_defaults()
+    started = [e for e in map(json.loads, stream.getvalue().splitlines()) if e["event"] == "engine_started"]
+    assert [each.get("token_shards") for each in started] == [[[0, 4, 2, 4]], None]
 
 
 async def test_an_application_without_structlog_hears_only_warnings(

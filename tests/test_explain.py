@@ -15,7 +15,7 @@ from rich.console import Console
 
 from asynckv.errors import ConfigError
 from asynckv.geometry.check import check_layout
-from asynckv.geometry.layout import Group, Layout, Memory, View, dense_part
+from asynckv.geometry.layout import Group, Layout, Memory, TokenShard, View, dense_part
 from asynckv.tools import cli
 from asynckv.tools.plan import bound
 from asynckv.tools.plan.explain import explain, show
@@ -58,6 +58,61 @@ def test_a_deepseek_reads_one_replica_and_releases_all() -> None:
     # 63 blocks of one piece per layer, that merge where they lie in runs.
     assert (rank["reads"][0]["descriptors"], rank["reads"][0]["descriptors_in_runs"]) == (63 * 4, 4)
     assert "prefill tp5: decode tp0 (which reads nothing from it)" in text(report)
+
+
+def test_tokens_from_eight_ranks_that_share_them_to_one() -> None:
+    report = explain(ranks("deepseek-v3", 1), ranks("deepseek-v3", 8, dcp=8, block_size=128), 1001, 100)
+    [rank] = report["ranks"]
+    assert report["plannable"]
+    assert [r["remote"] for r in rank["reads"]] == rank["releases"] == [f"tp{r}" for r in range(8)]
+    # Tokens 100 to 1,000: rank 4 has the first one, and one token more than ranks 1 to 3 have.
+    held = [len([t for t in range(100, 1001) if t % 8 == r]) for r in range(8)]
+    assert [r["bytes"] for r in rank["reads"]] == [4 * 576 * 2 * number for number in held]
+    assert sum(r["bytes"] for r in rank["reads"]) == rank["bytes"] == 4 * 576 * 2 * 901
+    [group] = rank["reads"][3]["groups"]
+    assert group["token_shards"] == {"remote": {"size": 8, "rank": 3, "interleave": 1}, "local": None}
+    assert report["remote"]["groups"][0]["token_shards"] == {"size": 8, "interleave": 1}
+    assert report["local"]["groups"][0]["token_shards"] is None
+    shown = text(report)
+    assert "group 0: latents: 4 layers, 128 tokens per block, shared by 8 ranks by 1\n" in shown
+    assert "latent: tokens 3 of 8 by 1 (4 layers)" in shown
+
+
+def test_tokens_between_ranks_that_share_them_differently() -> None:
+    here, there = (ranks("deepseek-v3", n, dcp=n, cp_interleave=i, block_size=64) for n, i in ((2, 4), (4, 1)))
+    report = explain(here, there, 64, 0)
+    reads = {r["rank"]: {x["remote"]: x["bytes"] for x in r["reads"]} for r in report["ranks"]}
+    assert reads == {f"tp{d}": {f"tp{p}": 8 * 4 * 576 * 2 for p in range(4)} for d in range(2)}
+    assert report["owed"] == {f"tp{p}": ["tp0", "tp1"] for p in range(4)}, "each may need every one of them"
+    assert "latent: tokens 3 of 4 by 1, here tokens 1 of 2 by 4 (4 layers)" in text(report)
+    alike = explain(there, there, 64, 0)
+    assert [[x["remote"] for x in r["reads"]] for r in alike["ranks"]] == [["tp0"], ["tp1"], ["tp2"], ["tp3"]]
+    shown = text(alike)
+    assert "latent: tokens 3 of 4 by 1 (4 layers)" in shown
+    assert "prefill tp1: decode tp0, tp2-3 (which read nothing from it), tp1\n" in shown
+
+
+def test_heads_that_ranks_share_by_token_are_said_with_both() -> None:
+    there = ranks(Model("m", (Heads(2, 64),)), 4, dcp=2)
+    report = explain(ranks(Model("m", (Heads(2, 64),)), 2), there, 100, 0)
+    reads = {r["rank"]: [x["remote"] for x in r["reads"]] for r in report["ranks"]}
+    assert reads == {"tp0": ["tp0", "tp1"], "tp1": ["tp2", "tp3"]}
+    assert "k, v: head 1 of 2, tokens 0 of 2 by 1 (1 layer)" in text(report)
+
+
+def test_ranks_that_share_tokens_and_hold_other_heads_are_a_problem() -> None:
+    """A layout of an engine's own may say so; then no rank holds some tokens of a head."""
+    whole = ranks(Model("m", (Heads(2, 64),)), 2)
+    torn = [
+        msgspec.structs.replace(x, schema=2, token_shards=(TokenShard(0, 2, x.tp_rank),), groups=(Group("g", 32, 256),))
+        for x in whole
+    ]
+    report = explain(torn, whole, 100, 0)
+    assert report["plannable"]
+    assert "no decode rank with tokens 0 of 2 by 1 holds head [1, 2) of part 'k' in 'layers.0'" in report["problems"]
+    report = explain(whole, torn, 100, 0)
+    assert not report["plannable"]
+    assert "tokens 1 of 2 by 1" in text(report)
 
 
 def test_a_hybrid_from_one_rank_to_four_with_a_prefix() -> None:
@@ -277,6 +332,9 @@ def test_a_plan_of_tp_8_is_read_at_80_columns(model: str, prefill: int, decode: 
     } <= words
 
 
+MLA = ("--model", "deepseek-v3", "--tp", "8")
+
+
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -289,6 +347,33 @@ def test_a_plan_of_tp_8_is_read_at_80_columns(model: str, prefill: int, decode: 
         (["layout", "--num-blocks", "0"], "Invalid value for '--num-blocks'"),
         (["layout", "--ratio", "3"], "block_size 16 is not a positive multiple of the ratio 3"),
         (["layout", "--order", "x"], "order 'x' is unknown; use one of nhd"),
+        (["layout", "--dcp", "0"], "Invalid value for '--dcp'"),
+        (["layout", "--cp-interleave", "0"], "Invalid value for '--cp-interleave'"),
+        (["layout", "--tp", "8", "--dcp", "2"], "--tp 8 --dcp 2 --cp-interleave 1: these sizes make no layout: dcp 2"),
+        (
+            ["layout", *MLA, "--dcp", "3"],
+            "tp_rank 0 of 8 cannot have shard 0 of 3; the size is 2 or more and divides tp_s",
+        ),
+        (
+            ["layout", *MLA, "--dcp", "8", "--cp-interleave", "3"],
+            "an interleave of 3 does not fit 2 tokens per block and 2",
+        ),
+        (
+            ["layout", *MLA, "--dcp", "8", "--block-size", "20"],
+            "kernel blocks of 20 tokens on all ranks cannot be shared",
+        ),
+        (
+            ["layout", *MLA, "--dcp", "8", "--block-size", "4"],
+            "kernel blocks of 4 tokens on all ranks cannot be shared",
+        ),
+        (
+            ["layout", "--model", "mamba2-2.7b", "--tp", "2", "--dcp", "2"],
+            "mamba2-2.7b keeps only states and sliding wind",
+        ),
+        (
+            ["layout", "--model", "mistral-7b-v0.1", "--tp", "8", "--dcp", "8"],
+            "which cannot be shared by dcp 8; use dcp 1",
+        ),
         (["plan", "a"], "Missing argument 'decode'; see "),
     ],
 )

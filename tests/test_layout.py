@@ -582,6 +582,16 @@ def test_what_is_written_is_read_back(name: str, tmp_path: Path) -> None:
     assert load_layouts(path) == layouts
 
 
+def test_a_file_says_how_ranks_share_tokens(tmp_path: Path) -> None:
+    path, layouts = tmp_path / "ranks.json", ranks("deepseek-v3", dcp=2, cp_interleave=4)
+    path.write_text(dump_layouts(layouts))
+    assert load_layouts(path) == layouts
+    first, second = json.loads(path.read_text())["ranks"]
+    assert (first["schema"], first["token_shards"]) == (2, [{"group": 0, "size": 2, "interleave": 4}])
+    assert second["token_shards"] == [{"group": 0, "size": 2, "rank": 1, "interleave": 4}]
+    assert '"token_shards"' not in dump_layouts(ranks("deepseek-v3"))
+
+
 @pytest.mark.parametrize("role", [None, "prefill", "decode"])
 def test_a_file_says_its_role_and_older_ones_have_none(role: Role | None, tmp_path: Path) -> None:
     path, layouts = tmp_path / "ranks.json", ranks("llama-3.1-8b")
@@ -626,6 +636,14 @@ VIEW = ("ranks", 0, "views", 0)
         (("ranks", 0), {"model": "\ud800"}, "JSON is malformed"),
         (("ranks", 1), {"tp_rank": 0}, "a file holds different ranks of one engine"),
         (("ranks", 1), {"tp_size": 4}, "a file holds ranks of one engine"),
+        (
+            ("ranks", 0),
+            {"schema": 2},
+            r"ranks\[0\]: the layout has schema 2 and 0 token_shards; give schema=2 with any",
+        ),
+        (("ranks", 0), {"token_shards": []}, r"Expected `array` of length >= 1 - at `\$.ranks\[0\].token_shards`"),
+        (("ranks", 0), {"token_shards": [{"size": 2}]}, "missing required field `group`"),
+        (("ranks", 0), {"token_shards": [{"group": 0, "size": 2}]}, "schema 1 and 1 token_shards; give schema=2"),
         (("ranks", 0), {"tp_rank": "x"}, r"Expected `int`, got `str` - at `\$.ranks\[0\].tp_rank`"),
         (("ranks", 0), {"views": ...}, r"missing required field `views` - at `\$.ranks\[0\]`"),
         (("ranks", 0), {"views": {}}, r"Expected `array`, got `object` - at `\$.ranks\[0\].views`"),

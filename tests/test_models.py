@@ -17,7 +17,7 @@ import torch
 
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.check import check_layout
-from asynckv.geometry.layout import ONE_PER_REQUEST
+from asynckv.geometry.layout import ONE_PER_REQUEST, TokenShard
 from asynckv.geometry.match import assign, compare, remote_ranks
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.tables import GroupPair
@@ -574,11 +574,54 @@ def test_stages_share_out_all_layers() -> None:
         ({"pp_size": 99}, ConfigError, "pp_size 99 does not exist for 2 layers"),
         ({"num_blocks": [1, 2]}, ConfigError, "num_blocks"),
         ({"tp_size": 3}, LayoutError, "8 entries cannot be cut evenly over tp_size 3"),
+        ({"tp_size": 8, "dcp": 2}, LayoutError, "tp 8 is no multiple of 8 KV heads x 2; change tp or dcp"),
+        ({"tp_size": 4, "dcp": 2}, LayoutError, "tp 4 is no multiple of 8 KV heads x 2"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         model_layout(Model("m", (Heads(8, 16),) * 2), **changes)
+
+
+MIXED = Model(
+    "mixed",
+    (
+        Heads(2, 16),
+        Heads(2, 16, window=8),
+        Latent(32, 8, index=Index(16, "float8_e4m3fn", 1)),
+        Latent(32, 8, window=8),
+        State((Projection("x", 16, 1),), 3, 16, (8,)),
+    ),
+)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_neighbours_share_the_tokens_of_attention_without_a_window(order: str) -> None:
+    sizes: dict[str, Any] = {"block_size": 48, "ratio": 3, "num_blocks": 4, "order": order, "tp_size": 8}
+    alone = model_layout(MIXED, tp_rank=6, **sizes)
+    assert (alone.schema, alone.num_token_shards) == (1, 1)
+    layout = model_layout(MIXED, tp_rank=6, dcp=4, cp_interleave=2, **sizes)
+    check_layout(with_addresses(layout, [i << 30 for i in range(1, len(layout.memories) + 1)]))
+    assert (layout.schema, layout.token_shards) == (2, (TokenShard(0, 4, 2, 2), TokenShard(2, 4, 2, 2)))
+    assert layout.groups == alone.groups, "block_size counts the tokens of all ranks"
+    tokens = {
+        (view.group, part.name): dim.size
+        for view in layout.views
+        for part in view.parts
+        for dim in part.dims
+        if dim.name == "token"
+    }
+    whole, shared = dict.fromkeys([(1, "k"), (1, "v"), (3, "latent")], 16), [(0, "k"), (0, "v"), (2, "latent")]
+    assert tokens == whole | dict.fromkeys([*shared, (2, "index"), (2, "index_scale")], 4)
+
+
+@pytest.mark.parametrize("dcp", [2, 3, 8])
+def test_a_model_of_states_and_windows_has_nothing_to_share(dcp: int) -> None:
+    for name in ("mamba2-2.7b", "mistral-7b-v0.1"):
+        with pytest.raises(
+            LayoutError, match=f"{name} keeps only states and sliding windows.* by dcp {dcp}; use dcp 1"
+        ):
+            model_layout(preset(name), tp_size=8, dcp=dcp)
 
 
 # -- Real models prefilled and decoded --------------------------------------------------------------------------------

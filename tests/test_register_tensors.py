@@ -16,7 +16,7 @@ from asynckv import LayoutError, register_tensors
 from asynckv.geometry.layout import Layout, fingerprint, shard
 from asynckv.geometry.match import NotCovered, assign, compare, predicted, remote_ranks
 from asynckv.integrations.vllm.caches import Place, is_known, kv_heads
-from asynckv.layout import Group, TensorPart, register_parts
+from asynckv.layout import Group, TensorPart, TokenShard, register_parts
 from tests import oracle
 from tests.oracle import Cache, Engine, GroupSpec, LayerSpec, PartSpec, Rank, check_transfer
 
@@ -105,6 +105,111 @@ def test_a_mistyped_axis_is_named() -> None:
 def test_a_block_of_several_kernel_blocks_is_so_many_places_of_the_tensor() -> None:
     (group,) = register_tensors({"a": kv(2, 16, 2, 2, 16)}, **DECLARED, ratio=2).layout.groups
     assert (group.block_size, group.num_blocks, group.num_kernel_blocks, group.kernel_size) == (4, 8, 16, 2)
+
+
+SHARED: dict[str, Any] = {"order": ("block", "token", "dim"), "num_blocks": 8, "tp_rank": 5, "tp_size": 8}
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 16), (16, 2, 16)])
+def test_ranks_that_share_tokens_register_their_own(shape: tuple[int, ...]) -> None:
+    ratio = shape[0] // 8
+    layout = register_tensors(
+        {"a": torch.zeros(*shape)}, **SHARED, block_size=16, ratio=ratio, token_shard=(4, 1, 2)
+    ).layout
+    assert (layout.schema, layout.token_shards) == (2, (TokenShard(0, 4, 1, 2),))
+    assert (str(layout.shard(0)), layout.num_token_shards, layout.groups[0].block_size) == ("tokens 1 of 4 by 2", 4, 16)
+
+
+@pytest.mark.parametrize("more", [{}, {"token_shard": None}, {"token_shard": (1, 0, 1)}, {"token_shard": (1, 0, 16)}])
+def test_a_rank_with_all_tokens_has_the_layout_that_it_always_had(more: dict[str, Any]) -> None:
+    layout = register_tensors({"a": torch.zeros(8, 16, 16)}, **SHARED, block_size=16, **more).layout
+    assert (layout.schema, layout.token_shards) == (1, msgspec.UNSET)
+
+
+@pytest.mark.parametrize(
+    ("given", "change", "message"),
+    [
+        ((4, 1), {}, r"token_shard is \(4, 1\); give \(size, rank, interleave\)"),
+        (4, {}, "token_shard is 4; give"),
+        ("411", {}, "token_shard is '411'; give"),
+        (("4", 1, 1), {}, "token shard 0 size is '4': expected `int`, got `str`"),
+        ((4.0, 1, 1), {}, "size is 4.0: expected `int`, got `float`"),
+        ((0, 0, 1), {}, "size is 0: expected `int` >= 1"),
+        ((4, -1, 1), {}, "rank is -1: expected `int` >= 0"),
+        ((4, 1, 0), {}, "interleave is 0: expected `int` >= 1"),
+        ((1 << 20, 1, 1), {}, "size is 1048576: expected `int` <= 65536"),
+        ((4, 2, 1), {}, "tp_rank 5 of 8 cannot have shard 2 of 4; .* the rank is tp_rank modulo the size"),
+        ((1, 5, 1), {}, "tp_rank 5 of 8 cannot have shard 5 of 1; the size is 2 or more"),
+        ((3, 2, 1), {}, "tp_rank 5 of 8 cannot have shard 2 of 3; the size .* divides tp_size"),
+        ((4, 1, 3), {}, "an interleave of 3 does not fit 4 tokens per block and 4 per kernel block on each rank"),
+        ((4, 1, 1), {"block_size": 18}, "kernel blocks of 18 tokens on all ranks cannot be shared by 4"),
+        ((4, 1, 1), {"block_size": 4}, "holds 4 tokens .* 4 tokens per block .* counts the tokens of all 4 ranks"),
+        ((2, 1, 1), {}, "holds 4 tokens per kernel block, .* 16 tokens per block .* of all 2 ranks"),
+        (None, {}, "dim 'token' has 4 entries, but 16 were declared"),
+    ],
+)
+def test_a_share_of_tokens_that_does_not_fit_is_refused(given: Any, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        register_tensors({"a": torch.zeros(8, 4, 16)}, **{**SHARED, "block_size": 16, **change}, token_shard=given)
+
+
+def parts_of(shards: Any, *groups: Group, **changes: Any) -> Layout:
+    """Register a latent of 4 tokens per block on this rank in group 0, and a state in the last group."""
+    latent = TensorPart(
+        **{
+            "layer": "a",
+            "name": "latent",
+            "tensor": torch.zeros(8, 4, 16),
+            "order": ("block", "token", "dim"),
+            **changes,
+        }
+    )
+    state = TensorPart(
+        layer="b", name="state", tensor=torch.zeros(8, 16), order=("block", "dim"), group=len(groups) - 1
+    )
+    parts = [latent, state] if len(groups) > 1 else [latent]
+    return register_parts(parts, groups=groups, tp_rank=5, tp_size=8, token_shards=shards).layout
+
+
+STATES = Group("states", 1 << 40, 8, kind="state")
+
+
+def test_some_groups_share_tokens_and_others_are_whole() -> None:
+    layout = parts_of([TokenShard(0, 4, 1, 2), TokenShard(1)], Group("latents", 16, 8), STATES)
+    assert (layout.schema, layout.token_shards) == (2, (TokenShard(0, 4, 1, 2),))
+    assert [str(layout.shard(g)) for g in range(2)] == ["tokens 1 of 4 by 2", "all tokens"]
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        (None, "token_shards is None; give a sequence of TokenShard"),
+        (TokenShard(0, 4, 1), "give a sequence of TokenShard"),
+        ([(0, 4, 1, 1)], r"token_shards is \[\(0, 4, 1, 1\)\]; give a sequence of TokenShard"),
+        ([TokenShard(0, "4", 1)], "token shard 0 size is '4': expected `int`"),  # type: ignore[arg-type]
+        ([TokenShard(2, 4, 1)], "a token shard names group 2, but the layout has 2 groups"),
+        ([TokenShard(0, 4, 1)] * 2, r"token_shards have \(group, size\) \[\(0, 4\), \(0, 4\)\]; give one per group"),
+        ([TokenShard(0, 4, 1), TokenShard(1, 2, 1)], "all of one size"),
+        ([TokenShard(1, 4, 1)], "group 1 .'states'.*: a group with states cannot be shared by token; keep it whole"),
+    ],
+)
+def test_a_wrong_list_of_shares_is_refused(shards: Any, message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        parts_of(shards, Group("latents", 16, 8), STATES)
+
+
+@pytest.mark.parametrize(
+    ("group", "changes", "message"),
+    [
+        (Group("g", 16, 8, window=8), {}, "a group with a window of 8 tokens cannot be shared by token"),
+        (Group("g", 16, 8), {"order": ("block", "x", "dim")}, "has no dim named 'token'.*keep its group whole"),
+        (Group("g", 32, 8), {"tokens_per_entry": 2}, "entries of 2 tokens would be cut .* interleave a multiple of 2"),
+        (Group("g", 32, 8), {}, "holds 4 tokens per kernel block, .* 32 tokens per block .* of all 4 ranks"),
+    ],
+)
+def test_a_group_that_cannot_be_shared_is_refused(group: Group, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        parts_of([TokenShard(0, 4, 1, 1)], group, **changes)
 
 
 def test_a_part_that_no_axis_cuts_holds_no_range_of_one() -> None:

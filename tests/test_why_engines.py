@@ -14,6 +14,7 @@ from rich.console import Console
 
 from asynckv.account.inspect import HeldBlocks, RankStatus, RequestStatus
 from asynckv.account.values import Account, Facts, Lag, PeerStatus, PhaseCount
+from asynckv.layout import TokenShard
 from asynckv.tools import cli
 from asynckv.tools.diagnose import why_cli
 from asynckv.tools.diagnose.ask import Answer
@@ -251,6 +252,12 @@ def with_tiers(planes: dict[str, str], **gauges: int) -> Answer:
     account = Account(engine_id="w", rank="w/tp0@aaaaaaaa", facts=facts)
     said = {f"offload.{name}": value for name, value in (now | gauges).items()}
     return Answer(address="tcp://w:1", account=account, gauges=said)
+
+
+def test_a_rank_that_shares_tokens_is_shown_with_those_that_it_holds() -> None:
+    account = Account(rank=PREFILL, token_shards=(TokenShard(0, 8, 3, 1), TokenShard(2, 8, 3, 1)))
+    said = shown([Answer(address="tcp://p:1", account=account)])
+    assert f"{PREFILL} (tcp://p:1): ? for 0 µs, tokens 3 of 8 by 1\n" in said
 
 
 def test_tiers_are_shown_with_how_full_they_are() -> None:

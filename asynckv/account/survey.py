@@ -188,6 +188,7 @@ class Survey:
             tp_size=layout.tp_size,
             pp_stage=layout.pp_stage,
             pp_size=layout.pp_size,
+            token_shards=layout.token_shards or (),
             memory_epoch=self._prefill.memory_epoch,
             closed_as=self._prefill.closed_as,
             facts=facts,

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 
 from asynckv.account.inspect import HeldBlocks, RequestStatus
 from asynckv.errors import RemoteProtocolError
+from asynckv.geometry.layout import TokenShard
 from asynckv.told import StepWait
 
 MAX_ACCOUNT = 4 * 1024 * 1024  # largest account in bytes that `decode_account` takes
@@ -115,6 +116,7 @@ class Account(Struct, frozen=True, kw_only=True):
     tp_size: int = 1
     pp_stage: int = 0
     pp_size: int = 1
+    token_shards: tuple[TokenShard, ...] = ()
     memory_epoch: int = 0
     closed_as: str = ""
     facts: Facts = Facts()

@@ -22,7 +22,7 @@ from asynckv.arguments import MAX_INTEGER, MAX_NAME, integer, nearest, one_of, s
 from asynckv.core.types import sendable
 from asynckv.edges.sharing import NotShared, shared_memory
 from asynckv.errors import ConfigError, LayoutError, LocalProtocolError
-from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_RANKS, MAX_TOKENS
+from asynckv.geometry.bounds import MAX_BLOCK_ID, MAX_TOKENS
 from asynckv.geometry.check import Registration, register_memory
 from asynckv.geometry.layout import (
     ITEMSIZE,
@@ -382,8 +382,11 @@ def register_tensors(
     heads = (integer("heads[0]", heads[0], error=LayoutError), integer("heads[1]", heads[1], error=LayoutError))
     if block_size % ratio:
         raise LayoutError(f"block_size {block_size} is not a positive multiple of the ratio {ratio}")
-    shards = () if token_shard is None else (_shard_of_all(token_shard),)
-    expected = {"kv": 2, "head": heads[1] - heads[0], TOKEN: block_size // ratio // (shards[0].size if shards else 1)}
+    if token_shard is not None and (not isinstance(token_shard, tuple | list) or len(token_shard) != 3):
+        raise LayoutError(f"token_shard is {shown(token_shard)}; give (size, rank, interleave)")
+    expected = {"kv": 2, "head": heads[1] - heads[0]}
+    if token_shard is None:  # else the check of the layout compares them, and its refusal names the sharing ranks
+        expected[TOKEN] = block_size // ratio
     memories: dict[int, Memory] = {}
     views = []
     for layer, tensor in tensors.items():
@@ -414,21 +417,9 @@ def register_tensors(
         groups=(Group("attention", block_size, num_blocks, ratio),),
         views=tuple(views),
         aliases=tuple(aliases.items()),
-        **_shared_tokens(shards),
+        **_shared_tokens(() if token_shard is None else (TokenShard(0, *token_shard),)),
     )
     return register_memory(layout, tuple(tensors.values()))
-
-
-def _shard_of_all(given: Any) -> TokenShard:
-    if not isinstance(given, tuple | list) or len(given) != 3:
-        raise LayoutError(f"token_shard is {shown(given)}; give (size, rank, interleave)")
-    size, rank, interleave = [
-        integer(f"token_shard {name}", value, least, most, LayoutError)
-        for name, value, least, most in zip(
-            ("size", "rank", "interleave"), given, (1, 0, 1), (MAX_RANKS, MAX_RANKS, MAX_TOKENS), strict=True
-        )
-    ]
-    return TokenShard(0, size, rank, interleave)
 
 
 def _shared_tokens(shards: Sequence[TokenShard]) -> dict[str, Any]:
@@ -436,7 +427,7 @@ def _shared_tokens(shards: Sequence[TokenShard]) -> dict[str, Any]:
     given: Any = shards
     if not isinstance(given, tuple | list) or not all(isinstance(each, TokenShard) for each in given):
         raise LayoutError(f"token_shards is {shown(shards)}; give a sequence of TokenShard")
-    shared = tuple([each for each in given if each.size != 1])
+    shared = tuple([each for each in given if (each.size, each.rank) != (1, 0)])
     return {"schema": 2, "token_shards": shared} if shared else {}
 
 

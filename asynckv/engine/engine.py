@@ -172,16 +172,18 @@ class Engine:
                     self._ending.tell_stopped()
                     await self._recorder.aclose()
             raise
+        layout = self.registration.layout
         started = told.EngineStarted(
             address=driver.control.address,
-            layout=fingerprint(self.registration.layout),
-            bytes=sum(m.length for m in self.registration.layout.memories),
+            layout=fingerprint(layout),
+            bytes=sum(m.length for m in layout.memories),
             backend=planes.get("backend", ""),
+            token_shards=[msgspec.structs.astuple(each) for each in layout.token_shards or ()] or None,
             **process_facts(self.config),
             **identity(),
         )
         self._recorder.log(started, more=planes)
-        if not self.registration.layout.model:
+        if not layout.model:
             self._recorder.log(told.SetupDoubtful(UNNAMED))
         driver.soon()
 

@@ -322,7 +322,7 @@ def _check_part(where: str, part: Part, group: Group, shard: TokenShard) -> None
             )
         if dims[TOKEN].size * part.tokens_per_entry * shard.size != group.kernel_size:
             each = f" entries of {part.tokens_per_entry}" if part.tokens_per_entry > 1 else ""
-            shared = f", shared by {shard.size} ranks" if shard.size > 1 else ""
+            shared = f"; block_size counts the tokens of all {shard.size} ranks" if shard.size > 1 else ""
             raise LayoutError(
                 f"{where}: holds {dims[TOKEN].size}{each} tokens per kernel block, but group {group.name!r} has "
                 f"{group.block_size} tokens per block / ratio {group.ratio} = {group.kernel_size}{shared}"

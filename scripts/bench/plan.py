@@ -12,25 +12,57 @@ import json
 import statistics
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
-from typing import Annotated
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import typer
 
+from asynckv.config import PullConfig
 from asynckv.errors import LayoutError
 from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.check import check_layout, decode_layout
+from asynckv.geometry.gather import PACK_BYTES
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, View
 from asynckv.geometry.match import assign, compare
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import plan_read
+from asynckv.geometry.staging import TYPICAL, ReadCosts
 from asynckv.geometry.tables import PeerTables
 from asynckv.tools.plan.layouts import model_layout
-from asynckv.tools.plan.models import Heads, Model
+from asynckv.tools.plan.models import Heads, Latent, Model
 from scripts import command
+
+
+def tables(here: Layout, there: Sequence[Layout], costs: ReadCosts | None = None) -> list[PeerTables]:
+    pack_bytes, shares = PACK_BYTES if costs else 0, assign(here, there)
+    return [PeerTables(here, t, s, itertools.count(1), costs, pack_bytes) for t, s in zip(there, shares, strict=True)]
+
+
+def share(interleave: int, tokens: int = 32_768, ranks: int = 8, layers: int = 61) -> dict[str, object]:
+    """Plan a request of a TP-1 rank from ranks that share tokens (heads, if 0), by typical costs; return CPU times."""
+    model = Model("m", (Latent(512, 64) if interleave else Heads(ranks, 128),) * layers)
+    here = model_layout(model, num_blocks=tokens // 64, block_size=64)
+    how: Any = (
+        {"dcp": ranks, "cp_interleave": interleave, "block_size": 64 * ranks} if interleave else {"block_size": 64}
+    )
+    there = [model_layout(model, tp_rank=r, tp_size=ranks, num_blocks=tokens // 64, **how) for r in range(ranks)]
+    config, took = PullConfig(), list[tuple[float, float]]()
+    for _ in range(10):
+        began = time.process_time()
+        maps = tables(here, there, TYPICAL)
+        made = time.process_time()
+        mine = check_block_ids(here, [(0, list(range(tokens // 64)))])
+        lists = BlockLists(mine, [BlockRuns(0, ((0, tokens // how["block_size"]),))], tokens)
+        posts = [
+            plan_read(peer, lists).count_posts(config.max_post_bytes, config.max_post_descriptors) for peer in maps
+        ]
+        took.append((made - began, time.process_time() - made))
+    peers_ms, request_ms = (round(statistics.median(column) * 1e3, 2) for column in zip(*took, strict=True))
+    shared = str(there[0].shard(0)) if interleave else "heads"
+    return {"share": shared, "peers_ms": peers_ms, "request_ms": request_ms, "posts": sum(n for n, _ in posts)}
 
 
 def measure(order: str, scattered: bool, blocks: int, layers: int, ranks: int) -> dict[str, object]:
@@ -39,8 +71,7 @@ def measure(order: str, scattered: bool, blocks: int, layers: int, ranks: int) -
     here = model_layout(model, num_blocks=2 * blocks, order=order)
     there = [model_layout(model, tp_rank=r, tp_size=ranks, num_blocks=2 * blocks, order=order) for r in range(ranks)]
     began = time.perf_counter()
-    shares = assign(here, there)
-    maps = [PeerTables(here, t, s, itertools.count(1)) for t, s in zip(there, shares, strict=True)]
+    maps = tables(here, there)
     peer_s = time.perf_counter() - began
     rng = np.random.default_rng(0)
     mine, theirs = (
@@ -163,18 +194,23 @@ def plan(
     blocks: Annotated[int, typer.Option(min=1, help="Blocks per request.")] = 10_000,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 64,
     ranks: Annotated[int, typer.Option(min=1, help="Prefill ranks that one decode rank reads.")] = 8,
+    shared: Annotated[bool, typer.Option("--shared", help="Compare sharing tokens with sharing heads.")] = False,
     layouts: Annotated[bool, typer.Option("--layouts", help="Measure layouts of unknown peers instead.")] = False,
 ) -> None:
     """Measure the time of planning, and print a JSON line per case.
 
     The cases are blocks in runs and scattered, in two memory orders. Each gives milliseconds per peer and per request
-    (the median of ten), and the peak of memory. With --layouts: CPU milliseconds per step of a handshake (best of 5).
+    (the median of ten), and the peak of memory. With --shared: CPU milliseconds for the tables of 8 peers of 61 layers,
+    and for the plan of 32,768 tokens and the number of its posts. With --layouts: CPU milliseconds per step of a
+    handshake (best of 5).
     """
     if layouts:
         for name, layout in dear_layouts():
             print(json.dumps(inspect(name, layout)))
         return
-    for order, scattered in itertools.product(("hnd", "nhd"), (False, True)):
+    for interleave in (0, 1, 16, 64) if shared else ():
+        print(json.dumps(share(interleave)))
+    for order, scattered in () if shared else itertools.product(("hnd", "nhd"), (False, True)):
         print(json.dumps(measure(order, scattered, blocks, layers, ranks)))
 
 

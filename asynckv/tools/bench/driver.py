@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import structlog
@@ -115,14 +115,10 @@ class Driver:
                 self._floor_at = self._floor_at or ready.floor
                 self.found.pids[worker.name] = ready.pid
                 endpoints.setdefault(place, []).append(ready.endpoint)
-        engines, lease = self._experiment.engines, self._options.lease
-        return {
-            place: PrefillRanks(
-                engines.name(place), endpoints[place], lease=lease, pp_size=self._experiment.sides[place.role].pp
-            )
-            for place in self._engines
-            if place.role == "prefill"
-        }
+        side = self._experiment.sides["prefill"]
+        more: Any = {"lease": self._options.lease, "pp_size": side.pp, "num_token_shards": side.dcp}
+        names = {place: self._experiment.engines.name(place) for place in self._engines if place.role == "prefill"}
+        return {place: PrefillRanks(name, endpoints[place], **more) for place, name in names.items()}
 
     # -- waves -------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from asynckv.config import NixlConfig
 from asynckv.edges.pages import memory_available
 from asynckv.errors import ConfigError, LayoutError
+from asynckv.geometry.check import check_layout
 from asynckv.geometry.gather import packs
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import assign, remote_ranks
@@ -102,9 +103,10 @@ class Experiment:
     def layout(self, role: str, tp_rank: int, pp_stage: int, num_blocks: int | Sequence[int] = 1) -> Layout:
         shape = self.sides[role]
         try:
-            return shape.layout(self.model, tp_rank, pp_stage, num_blocks)
+            check_layout(layout := shape.layout(self.model, tp_rank, pp_stage, num_blocks))
         except LayoutError as exc:
-            raise ConfigError(f"--tp {shape.tp} ({role} side): {exc}") from exc
+            raise ConfigError(f"{shape.ranks} ({role} side): {exc}") from exc
+        return layout
 
     def small_pieces(self) -> list[str]:
         """Return warnings where the two geometries cut reads into pieces so small that they are slow."""
@@ -113,7 +115,7 @@ class Experiment:
         found: dict[str, None] = {}
         for stage in range(ours.pp):
             here = self.layout("decode", 0, stage)
-            ranks = remote_ranks(here.tp_rank, ours.tp, theirs.tp)
+            ranks = remote_ranks(here.tp_rank, ours.tp, theirs.tp, theirs.dcp)
             there = [self.layout("prefill", rank, s) for s in range(theirs.pp) for rank in ranks]
             for other, shares in zip(there, assign(here, there), strict=True):
                 if shares:

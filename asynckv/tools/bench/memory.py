@@ -21,7 +21,7 @@ import numpy.typing as npt
 from asynckv.edges.sharing import shared_memory
 from asynckv.edges.torch import CudaMirror, synchronize
 from asynckv.geometry.check import Registration, register_memory
-from asynckv.geometry.layout import TOKEN, Group, Layout, Part, View
+from asynckv.geometry.layout import TOKEN, Group, Layout, Part, TokenShard, View
 from asynckv.tools.plan.layouts import with_addresses
 
 Lists = Sequence[tuple[int, Sequence[int | None]]]
@@ -48,6 +48,7 @@ class _Field:
     """One part of one layer as an array `[kernel block, token (unless a state), unit or 1, dims ...]` of words."""
 
     group: int
+    shard: TokenShard
     salt: int
     array: Words
     shift: np.uint64
@@ -77,7 +78,7 @@ class Pool:
 
     def fill(self, request: int, lists: Lists, tokens: int, prefix: Prefix = NOTHING_SHARED) -> None:
         """Write a request's pattern for all tokens, and the states after the last one."""
-        for it, ids, _, _, expected in self._chunks(request, lists, tokens, prefix):
+        for it, ids, _, expected in self._chunks(request, lists, tokens, prefix):
             it.array[ids] = expected
 
     def poison(self, lists: Lists) -> None:
@@ -94,17 +95,16 @@ class Pool:
         checked.
         """
         compared = wrong = 0
-        for it, ids, begin, end, expected in self._chunks(request, lists, tokens, prefix):
+        for it, ids, token, expected in self._chunks(request, lists, tokens, prefix):
             found = np.ascontiguousarray(it.array[ids])
-            if begin is None:
+            if token is None:
                 compared += found.nbytes
                 wrong += _differ(found, expected)
                 continue
-            place = np.arange(found.shape[1])
-            first, untouched, last = (x[:, None] for x in (begin, *end))
-            wanted = (place >= first) & (place < last)
+            first = lists[it.group][0]
+            wanted = (token >= self._begin(it, first, tokens)) & (token < tokens)
             compared += int(wanted.sum()) * it.token_bytes
-            kept = place < untouched
+            kept = token < first
             if wanted.all():
                 wrong += _differ(found, expected)
                 continue
@@ -120,15 +120,19 @@ class Pool:
             group, (first, blocks) = self._layout.groups[it.group], lists[it.group]
             if all(b is None for b in blocks):
                 continue
-            begin = max(first, tokens - group.window + 1) if group.window else first
-            total += it.token_bytes * (max(tokens - begin, 0) if group.kind == "tokens" else int(first < tokens))
+            here = it.shard.count(tokens) - it.shard.count(min(self._begin(it, first, tokens), tokens))
+            total += it.token_bytes * (here if group.kind == "tokens" else int(first < tokens))
         return total
+
+    def _begin(self, it: _Field, first: int, tokens: int) -> int:
+        """Return the first token that is read: `first`, or one inside the group's window."""
+        window = self._layout.groups[it.group].window
+        return max(first, tokens - window + 1) if window else first
 
     def _chunks(
         self, request: int, lists: Lists, tokens: int, prefix: Prefix
-    ) -> Iterator[tuple[_Field, Int64s, Int64s | None, tuple[Int64s, Int64s], Words]]:
-        """Yield, per part and a few kernel blocks: ids, the wanted places in each, and the expected words."""
-        none = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    ) -> Iterator[tuple[_Field, Int64s, Int64s | None, Words]]:
+        """Yield, per part and a few kernel blocks: ids, the tokens in each (None of states), and the expected words."""
         for it in self._fields:
             group = self._layout.groups[it.group]
             first, blocks = lists[it.group]
@@ -137,28 +141,24 @@ class Pool:
             if group.kind == "state":
                 if (slots := [b for b in blocks if b is not None]) and first < tokens:
                     values = it.places + np.uint64((salt + tokens * int(TOKEN_STEP)) % (1 << 64))
-                    yield it, np.array(slots[-1:]), None, none, (values >> it.shift).astype(it.array.dtype)[None]
+                    yield it, np.array(slots[-1:]), None, (values >> it.shift).astype(it.array.dtype)[None]
                 continue
-            size, start = group.kernel_size, first // group.block_size
+            size, start = it.array.shape[1], first // group.block_size
             places = [i for i, b in enumerate(blocks) if b is not None]
             if not places:
                 continue
             ids = _kernel_blocks(group, [b for b in (blocks[i] for i in places) if b is not None])
-            token = ((np.array(places)[:, None] + start) * group.ratio + np.arange(group.ratio)).ravel() * size
-            begin = max(first, tokens - group.window + 1) if group.window else first
+            kernel = ((np.array(places)[:, None] + start) * group.ratio + np.arange(group.ratio)).ravel()
             step = max(1, CHUNK // max(1, it.token_bytes * size))
             salts = np.array([*(_mix(self._seed, SHARED, c, it.salt) for c in chunks), salt], np.uint64)
             for lo in range(0, len(ids), step):
-                at = token[lo : lo + step]
-                number = at[:, None] + np.arange(size)
-                mine = salts[np.minimum(number // chunk_tokens, len(chunks))] if chunks else np.uint64(salt)
-                steps = number.astype(np.uint64) * TOKEN_STEP + mine
+                token = _tokens(it.shard, kernel[lo : lo + step, None] * size + np.arange(size))
+                mine = salts[np.minimum(token // chunk_tokens, len(chunks))] if chunks else np.uint64(salt)
+                steps = token.astype(np.uint64) * TOKEN_STEP + mine
                 values = steps.reshape(*steps.shape, *[1] * it.places.ndim) + it.places
                 if it.shift:
                     values >>= it.shift
-                bounds = np.clip(first - at, 0, size), np.clip(tokens - at, 0, size)
-                expected = values.astype(it.array.dtype, copy=False)
-                yield it, ids[lo : lo + step], np.clip(begin - at, 0, size), bounds, expected
+                yield it, ids[lo : lo + step], token, values.astype(it.array.dtype, copy=False)
 
 
 class CudaPool(Pool):
@@ -182,6 +182,12 @@ def _differ(found: Words, expected: Words) -> int:
         return 0
     expected = np.ascontiguousarray(expected)
     return int(np.count_nonzero(found.view(np.uint8) != expected.view(np.uint8)))
+
+
+def _tokens(shard: TokenShard, place: Int64s) -> Int64s:
+    """Return the tokens at places of a rank: the places are those of its own tokens, in order."""
+    turn, within = np.divmod(place, shard.interleave)
+    return (turn * shard.size + shard.rank) * shard.interleave + within
 
 
 def _kernel_blocks(group: Group, blocks: Sequence[int]) -> Int64s:
@@ -221,4 +227,4 @@ def _field(layout: Layout, view: View, part: Part, raw: npt.NDArray[np.uint8]) -
     places = units.reshape(-1, *[1] * len(sizes)) + inner
     name = zlib.crc32(f"{view.layer}/{part.name}".encode())
     token_bytes = (axis.size if axis else 1) * math.prod(sizes) * word
-    return _Field(view.group, name, array, np.uint64(64 - 8 * word), places, token_bytes)
+    return _Field(view.group, layout.shard(view.group), name, array, np.uint64(64 - 8 * word), places, token_bytes)

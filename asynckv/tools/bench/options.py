@@ -27,7 +27,7 @@ DEFAULT_MODEL = "llama-3.1-8b"
 PROMPT_TOKENS = "1024"
 MOST = 1 << 20
 MOST_S = 86_400.0
-MOST_OF = {"tp": 1024, "pp": 1024, "block_size": MOST, "engines": 256}
+MOST_OF = {"tp": 1024, "pp": 1024, "dcp": 1024, "cp_interleave": MOST, "block_size": MOST, "engines": 256}
 MOST_RATE = 1e6
 
 
@@ -45,6 +45,8 @@ def share_of(option: str, text: str) -> float:
 class Shape(Struct, frozen=True, kw_only=True):
     tp: int = 1
     pp: int = 1
+    dcp: int = 1
+    cp_interleave: int = 1
     block_size: int = 16
     ratio: int = 1
     order: str = "nhd"
@@ -56,6 +58,11 @@ class Shape(Struct, frozen=True, kw_only=True):
         how = asdict(self)
         sizes = {"tp_size": how.pop("tp"), "pp_size": how.pop("pp")}
         return model_layout(model, tp_rank=tp_rank, pp_stage=pp_stage, num_blocks=num_blocks, **sizes, **how)
+
+    @property
+    def ranks(self) -> str:
+        """Return the options that cut the model, for errors."""
+        return f"--tp {self.tp}" + (f" --dcp {self.dcp} --cp-interleave {self.cp_interleave}" * (self.dcp > 1))
 
 
 def _in(panel: str, *, in_record: bool = True, is_single: bool = False) -> Callable[..., Any]:
@@ -96,6 +103,8 @@ class Options:
     dtype: str | None = geometry(None)
     tp: str = geometry("1", metavar=SIDES)
     pp: str = geometry("1", metavar=SIDES)
+    dcp: str = geometry("1", metavar=SIDES)
+    cp_interleave: str = geometry("1", metavar=SIDES)
     block_size: str = geometry("16", metavar=SIDES)
     order: str = geometry("nhd", metavar="ORDER|PREFILL:DECODE")
 
@@ -142,7 +151,7 @@ class Options:
         return int(text)
 
     def shape(self, role: str) -> Shape:
-        sizes: Any = {name: self.number(name, role) for name in ("tp", "pp", "block_size")}
+        sizes: Any = {name: self.number(name, role) for name in MOST_OF if name != "engines"}
         return Shape(**sizes, order=self.of_side("order", role))
 
     @property

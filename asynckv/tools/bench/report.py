@@ -94,7 +94,9 @@ def _warnings(experiment: Experiment) -> list[str]:
     except AsyncKVError:  # the run itself reports why there is no plan
         return []
     order = "asynckv plan shows every piece"
-    if not all(side.order.endswith("hnd") for side in experiment.sides.values()):
+    if any(side.dcp > 1 for side in experiment.sides.values()):
+        order = "try a longer --cp-interleave"
+    elif not all(side.order.endswith("hnd") for side in experiment.sides.values()):
         order = "try --order hnd"
     return [f"{text}: {order}" for text in small]
 

@@ -210,5 +210,6 @@ def _seconds(value: float) -> str:
 
 def _side(side: dict[str, Any]) -> str:
     stages = f", pp {side['pp']}" if side["pp"] > 1 else ""
+    stages += f", dcp {side['dcp']} by {side['cp_interleave']}" if side.get("dcp", 1) > 1 else ""
     ratio = f" of {side['ratio']} kernel blocks" if side["ratio"] > 1 else ""
     return f"tp {side['tp']}{stages}, {side['block_size']} tokens per block{ratio}, {side['order']}"

@@ -300,6 +300,7 @@ def show_engines(answers: Sequence[Answer], top: int, console: Console) -> None:
             _line(console, f"{answer.rank} ({answer.address}): {answer.error}", "bold red")
             continue
         where = f", pid {facts.pid} on {facts.host}" if facts.pid else ""
+        where += "".join(f", {shard}" for shard in dict.fromkeys(map(str, answer.account.token_shards)))
         life = facts.life or "?"
         _line(console, f"{answer.rank} ({answer.address}): {life} for {shown_seconds(facts.uptime_s)}{where}", "bold")
         for line in _holds(answer):

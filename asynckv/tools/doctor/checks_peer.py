@@ -80,12 +80,13 @@ def answered(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:
     if not peer.engine_id:
         return
     if not peer.unwelcome:
+        layout = ", ".join([f"layout {peer.layout[:12]}", *dict.fromkeys(map(str, peer.token_shards))])
         busy = ", ".join(f"{name} {value}" for name, value in peer.gauges.items() if value and "." not in name)
         memory = f"{peer.memory_bytes / 1e9:.3g} GB in {peer.memories} regions of {'/'.join(peer.memory_kinds)} memory"
         yield finding(
             "to-engine",
             f"{peer.engine_id} {peer.rank}@{peer.incarnation[:8]}, protocol {peer.major}.{peer.minor}, "
-            f"layout {peer.layout[:12]}, {memory}, metadata {peer.metadata_bytes} bytes; {busy or 'idle'}",
+            f"{layout}, {memory}, metadata {peer.metadata_bytes} bytes; {busy or 'idle'}",
         )
     if peer.agent and peer.minor != peer.our_minor:
         yield finding("to-minor", f"{peer.major}.{peer.minor} there, {peer.major}.{peer.our_minor} here")

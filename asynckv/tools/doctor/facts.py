@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
+from asynckv.geometry.layout import TokenShard
 from asynckv.version import VERSION
 
 UNLIMITED = -1
@@ -156,6 +157,7 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
     rank: str = ""
     incarnation: str = ""
     layout: str = ""
+    token_shards: tuple[TokenShard, ...] = ()
     agent: str = ""
     memories: int = 0
     memory_bytes: int = 0

@@ -184,6 +184,7 @@ class _Asking:
             return
         self._know(
             layout=fingerprint(layout),
+            token_shards=layout.token_shards or (),
             memories=len(layout.memories),
             memory_bytes=sum(m.length for m in layout.memories),
             memory_kinds=tuple(sorted({m.kind for m in layout.memories})),

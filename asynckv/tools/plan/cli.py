@@ -32,6 +32,8 @@ def layout(
     conv_order: Annotated[str, geometry(help=HELP["layout"]["conv_order"])] = "channel",
     tp: Annotated[int, counted(help=HELP["layout"]["tp"])] = 1,
     pp: Annotated[int, counted(help=HELP["layout"]["pp"])] = 1,
+    dcp: Annotated[int, counted(help=HELP["layout"]["dcp"])] = 1,
+    cp_interleave: Annotated[int, counted(help=HELP["layout"]["cp_interleave"])] = 1,
     role: Annotated[Literal["prefill", "decode"] | None, out(help=HELP["layout"]["role"])] = None,
     output: Annotated[str, out("--output", "-o", help=HELP["layout"]["output"], metavar="FILE")] = "-",
 ) -> None:
@@ -52,16 +54,14 @@ def layout(
             f"{tp * pp} ranks x {len(chosen.layers)} layers are more than can be written into one file "
             f"({MOST_WRITTEN}); use fewer --layers"
         )
-    shape = o.Shape(tp=tp, pp=pp, block_size=block_size, ratio=ratio, order=order, conv_order=conv_order)
+    sizes = {"tp": tp, "pp": pp, "dcp": dcp, "cp_interleave": cp_interleave, "block_size": block_size, "ratio": ratio}
+    shape = o.Shape(**sizes, order=order, conv_order=conv_order)
     try:
         made = [shape.layout(chosen, r, s, num_blocks) for s in range(pp) for r in range(tp)]
-    except LayoutError as exc:
-        raise ConfigError(f"--tp {tp}: {exc}") from exc
-    for each in (made[0], made[-1]):
-        try:
+        for each in (made[0], made[-1]):
             register_memory(each)
-        except LayoutError as exc:
-            raise ConfigError(f"these sizes make no layout: {exc}") from exc
+    except LayoutError as exc:
+        raise ConfigError(f"{shape.ranks}: these sizes make no layout: {exc}") from exc
     write("--output", output, dump_layouts(made, role))
 
 

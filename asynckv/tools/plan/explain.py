@@ -14,7 +14,7 @@ from asynckv.errors import ConfigError, LayoutError, PlanRefused, RemoteTooShort
 from asynckv.geometry.blocks import check_block_ids, runs_of
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.gather import packs
-from asynckv.geometry.layout import Layout
+from asynckv.geometry.layout import Layout, TokenShard
 from asynckv.geometry.match import (
     Difference,
     NotCovered,
@@ -43,7 +43,7 @@ WAYS = {
 }
 BLOCKS = {"scattered": ("descriptors", "posts_scattered"), "runs": ("descriptors_in_runs", "posts")}
 LEGEND = (
-    "bytes: a last, partly filled block is read to its end.",
+    "bytes: a last, partly filled block is read to its end, unless ranks share it.",
     "pieces per block: byte ranges that are contiguous on both sides, or runs of staged reads, in all layers of the "
     "group; a state counts as one block.",
     "descriptors: those of the whole request. if in runs: the number that is left if blocks lie in runs on both "
@@ -134,17 +134,20 @@ def _unheld(side: str, layouts: Sequence[Layout]) -> Iterator[str]:
     """Name the ranges of a part that no rank holds; this needs the layouts of a whole engine."""
     if not _is_whole(layouts):
         return
-    parts = [(view.layer, part) for layout in layouts for view in layout.views for part in view.parts if part.axis]
-    held = grouped(((part.name, part.axis, layer, part.extent), part.held) for layer, part in parts)
-    gaps: list[tuple[tuple[str, str, int, int], str]] = []
-    for (name, axis, layer, extent), ranges in held.items():
+    parts = [(x.shard(view.group), view.layer, part) for x in layouts for view in x.views for part in view.parts]
+    held = grouped(
+        ((part.name, part.axis, layer, part.extent, shard), part.held) for shard, layer, part in parts if part.axis
+    )
+    gaps: list[tuple[tuple[str, str, int, int, TokenShard], str]] = []
+    for (name, axis, layer, extent, shard), ranges in held.items():
         at = 0
         for lo, hi in [*sorted(ranges), (extent, extent)]:
-            gaps += [((name, axis, at, lo), layer)] if lo > at else []
+            gaps += [((name, axis, at, lo, shard), layer)] if lo > at else []
             at = max(at, hi)
-    for (name, axis, lo, hi), layers in grouped(gaps).items():
+    for (name, axis, lo, hi, shard), layers in grouped(gaps).items():
         more = f" and {len(layers) - 1} more layers" if len(layers) > 1 else ""
-        yield f"no {side} rank holds {axis} [{lo}, {hi}) of part {name!r} in {layers[0]!r}{more}"
+        tokens = f" with {shard}" if shard.size > 1 else ""
+        yield f"no {side} rank{tokens} holds {axis} [{lo}, {hi}) of part {name!r} in {layers[0]!r}{more}"
 
 
 def _unlike(local: Sequence[Layout], remote: Sequence[Layout]) -> Iterator[str]:
@@ -171,12 +174,17 @@ def _side(layouts: Sequence[Layout]) -> dict[str, Any]:
                 "tokens_per_block": g.block_size if g.kind == "tokens" else None,
                 "kernel_blocks": g.ratio,
                 "window": g.window,
+                "token_shards": _values(first.shard(i), ("size", "interleave")),
                 "layers": len({v.layer for x in layouts for v in x.views if v.group == i}),
                 "parts": _parts(first, i),
             }
             for i, g in enumerate(first.groups)
         ],
     }
+
+
+def _values(shard: TokenShard, names: Sequence[str] = ("size", "rank", "interleave")) -> dict[str, int] | None:
+    return {name: getattr(shard, name) for name in names} if shard.size > 1 else None
 
 
 def _parts(layout: Layout, group: int) -> list[dict[str, Any]]:
@@ -269,7 +277,16 @@ def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple
 
 
 def _read(name: str, peer: PeerTables, plan: Plan, direct: Plan, shares: Sequence[Share]) -> dict[str, Any]:
-    groups = [_read_group(pair.local_index, pair.remote_index, plan, direct, shares) for pair in peer.group_pairs]
+    groups = [
+        {
+            **_read_group(pair.local_index, pair.remote_index, plan, direct, shares),
+            "token_shards": {
+                "remote": _values(peer.remote.shard(pair.remote_index)),
+                "local": _values(peer.local.shard(pair.local_index)),
+            },
+        }
+        for pair in peer.group_pairs
+    ]
     read = [g for g in groups if g["descriptors"]]
     sums = {key: sum(g[key] for g in read) for key in ("bytes", "bytes_read", *itertools.chain(*BLOCKS.values()))}
     return {"remote": name, **sums, "groups": read}
@@ -338,6 +355,8 @@ def show(report: dict[str, Any], console: Console) -> None:
                 "one state per request" if group["kind"] == "state" else f"{group['tokens_per_block']} tokens per block"
             )
             ratio = f" of {group['kernel_blocks']} kernel blocks" if group["kernel_blocks"] > 1 else ""
+            if (shard := group["token_shards"]) is not None:
+                of += f", shared by {shard['size']} ranks by {shard['interleave']}"
             layers = f"{group['layers']} layer{'s' if group['layers'] > 1 else ''}"
             console.print(f"  group {group['name']}: {layers}, {of}{ratio}")
             for shape, names in grouped((_shape(part), part["name"]) for part in group["parts"]).items():
@@ -356,7 +375,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         name, groups = rank["rank"], [(read["remote"], group) for read in rank["reads"] for group in read["groups"]]
         for remote, group in groups:
             number, counts = str(group["group"]), (f"{group[n]:,}" for n in COUNTS)
-            ranges.append(((remote, number, _what(group["parts"])), name))
+            ranges.append(((remote, number, _what(group)), name))
             costs.append(((number, size(group["bytes"]), *counts), (name, remote)))
         ranges += [] if rank["reads"] else [(("none", "", ""), name)]
     print_table(
@@ -381,8 +400,11 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print("[bold]Releases[/bold]: a prefill rank's blocks are free once these decode ranks have released them")
     read_by = {r["rank"]: {x["remote"] for x in r["reads"]} for r in report["ranks"]}
     for name, readers in report["owed"].items():
-        notes = {d: "" if name in read else " (which reads nothing from it)" for d, read in read_by.items()}
-        names = [f"{d}{notes.get(d, ' (not in this file)')}" for d in readers]
+        kinds = grouped((name in read_by[d] if d in read_by else None, d) for d in readers)
+        notes = {True: "", False: f" (which read{'s' * (len(kinds.get(False, ())) == 1)} nothing from it)"}
+        # A note covers all names before it, so ranks without one come last.
+        order = sorted(kinds.items(), key=lambda each: each[0] is not False)
+        names = [f"{_names(some)}{notes.get(kind, ' (not in this file)')}" for kind, some in order]
         console.print(f"  prefill {name}: decode {', '.join(names)}")
     _show_problems(report, console)
     for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
@@ -470,12 +492,14 @@ def _names(names: Iterable[str]) -> str:
     return ", ".join(said) if len(said) <= 4 else f"{', '.join(said[:3])}, ... {said[-1]}"
 
 
-def _what(parts: Sequence[dict[str, Any]]) -> str:
-    """Return one line per range, with all parts that are cut in this way."""
-    lines = grouped(((x["axis"], *x["range"], x["extent"], x["layers"]), x["part"]) for x in parts)
+def _what(group: dict[str, Any]) -> str:
+    """Return one line per range, with all parts that are cut in this way, and the shares of tokens that both hold."""
+    both = [str(TokenShard(0, **group["token_shards"][x])) for x in ("remote", "local") if group["token_shards"][x]]
+    tokens = ", here ".join(dict.fromkeys(both))
+    lines = grouped(((x["axis"], *x["range"], x["extent"], x["layers"]), x["part"]) for x in group["parts"])
     out = []
     for (axis, lo, hi, extent, layers), names in lines.items():
         span = f"{lo}-{hi - 1}" if hi - lo > 1 else f"{lo}"
-        where = f"{axis} {span} of {extent}" if axis else "whole"
+        where = ", ".join(filter(None, (f"{axis} {span} of {extent}" if axis else "", tokens))) or "whole"
         out.append(f"{', '.join(names)}: {where} ({layers} layer{'s' if layers > 1 else ''})")
     return "\n".join(out)

@@ -96,12 +96,14 @@ def _ranks(raw: bytes, role: Role | None) -> list[Layout]:
         except LayoutError as exc:
             raise LayoutError(f"ranks[{i}]: {exc}") from exc
     places = [(x.pp_stage, x.tp_rank) for x in layouts]
-    sizes = {(x.pp_size, x.tp_size) for x in layouts}
+    sizes = {(x.pp_size, x.tp_size, x.num_token_shards) for x in layouts}
     for place, count in Counter(places).items():
         if count > 1:
             raise LayoutError(f"(pp_stage, tp_rank) {place} is there twice; a file holds different ranks of one engine")
     if len(sizes) > 1:
-        raise LayoutError(f"ranks are of (pp_size, tp_size) {sorted(sizes)[:4]}; a file holds ranks of one engine")
+        raise LayoutError(
+            f"ranks are of (pp_size, tp_size, num_token_shards) {sorted(sizes)[:4]}; a file holds ranks of one engine"
+        )
     return layouts
 
 

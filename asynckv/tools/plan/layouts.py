@@ -7,10 +7,23 @@ import math
 from collections.abc import Mapping, Sequence
 
 import msgspec
+from msgspec import UNSET
 
 from asynckv.arguments import one_of
-from asynckv.errors import ConfigError
-from asynckv.geometry.layout import ITEMSIZE, ONE_PER_REQUEST, Dim, Group, Layout, Memory, Part, View, dense_part, shard
+from asynckv.errors import ConfigError, LayoutError
+from asynckv.geometry.layout import (
+    ITEMSIZE,
+    ONE_PER_REQUEST,
+    Dim,
+    Group,
+    Layout,
+    Memory,
+    Part,
+    TokenShard,
+    View,
+    dense_part,
+    shard,
+)
 from asynckv.tools.console import grouped
 from asynckv.tools.plan.models import Heads, Index, Latent, Layer, Model, State
 
@@ -40,11 +53,15 @@ def model_layout(
     num_blocks: int | Sequence[int] = 1,
     order: str = "nhd",
     conv_order: str = "channel",
+    dcp: int = 1,
+    cp_interleave: int = 1,
 ) -> Layout:
     """Return one rank's layout of a model, with its memories one after another from address 0 on.
 
     `ratio` is the number of kernel blocks per block. `num_blocks` is for every group, or lists one number for each of
-    `model_groups`. `block_size` is for attention layers; a recurrent layer has one state per request.
+    `model_groups`. `block_size` is for attention layers; a recurrent layer has one state per request. Neighbouring
+    ranks, `dcp` of them, share the tokens of attention without a window, each `cp_interleave` at a time. `block_size`
+    counts the tokens of all these ranks.
     """
     for name, value, known in (("order", order, ORDERS), ("conv_order", conv_order, CONV_ORDERS)):
         one_of(name, value, known, ConfigError)
@@ -61,18 +78,23 @@ def model_layout(
         raise ConfigError(f"num_blocks {counts} does not give 1 or more blocks for each of the {len(kinds)} groups")
     # Stages are as equal as whole layers allow.
     stage = range(pp_stage * len(model.layers) // pp_size, (pp_stage + 1) * len(model.layers) // pp_size)
+    _check_dcp(model, dcp, tp_size)
     groups: list[Group] = []
+    shards: list[TokenShard] = []
     views: list[View] = []
     lengths: list[int] = []  # of the memories
     for index, (layer, numbers) in enumerate(kinds):
         group = _group(layer, index, block_size, ratio, counts[index])
         groups.append(group)
         here = [n for n in numbers if n in stage]
-        blocks = group.num_kernel_blocks
-        arrays = [_parts(model, layer, group.kernel_size, tp_rank, tp_size, order, conv_order)]
+        blocks, tokens = group.num_kernel_blocks, group.kernel_size
+        if dcp > 1 and _is_shared(layer):
+            shards.append(TokenShard(index, dcp, tp_rank % dcp, cp_interleave))
+            tokens = max(1, tokens // dcp)  # `check_layout` refuses what does not divide
+        arrays = [_parts(model, layer, tokens, tp_rank, tp_size, order, conv_order)]
         if not isinstance(layer, State) and layer.index is not None:
             # An index has memory of its own, as in vLLM.
-            arrays.append(_index_parts(layer.index, group.kernel_size))
+            arrays.append(_index_parts(layer.index, tokens))
         for parts, size in arrays:
             if order.startswith("cross-") and here:
                 step = size * len(here)
@@ -88,6 +110,7 @@ def model_layout(
             lengths += [length] * len(here)
     bases = itertools.accumulate((-(-length // 4096) * 4096 for length in lengths), initial=0)
     return Layout(
+        schema=2 if shards else 1,
         model=model.name,
         tp_rank=tp_rank,
         tp_size=tp_size,
@@ -96,7 +119,28 @@ def model_layout(
         memories=tuple(map(Memory, bases, lengths)),
         groups=tuple(groups),
         views=tuple(views),
+        token_shards=tuple(shards) or UNSET,
     )
+
+
+def _is_shared(layer: Layer) -> bool:
+    """Return True if ranks can share a layer's tokens: states and windows are whole on every rank."""
+    return not isinstance(layer, State) and not layer.window
+
+
+def _check_dcp(model: Model, dcp: int, tp_size: int) -> None:
+    """Refuse to share tokens where nothing can be shared, or where a rank's neighbours hold other heads than it."""
+    shared = [layer for layer in model.layers if _is_shared(layer)]
+    if dcp > 1 and not shared:
+        raise LayoutError(
+            f"{model.name} keeps only states and sliding windows, which cannot be shared by dcp {dcp}; use dcp 1"
+        )
+    for layer in shared:
+        if dcp > 1 and isinstance(layer, Heads) and tp_size % (layer.num_heads * dcp):
+            raise LayoutError(
+                f"dcp {dcp} shares tokens over ranks with the same heads, but tp {tp_size} is no multiple of "
+                f"{layer.num_heads} KV heads x {dcp}; change tp or dcp"
+            )
 
 
 def with_addresses(layout: Layout, bases: Sequence[int]) -> Layout:
