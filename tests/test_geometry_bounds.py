@@ -223,7 +223,7 @@ def outcome(window: int, tokens: int, entry: int, lent: BlockRuns) -> Any:
         found = lists._pair_tokens(GroupPair(0, 0, group, group, entry))
     except RemoteTooShort as exc:
         return str(exc)
-    return [(tuple(pairs.span[2:]), pairs.local.tolist(), pairs.remote.tolist()) for pairs in found]
+    return [(tuple(pairs.span[2:5]), pairs.local.tolist(), pairs.remote.tolist()) for pairs in found]
 
 
 def test_a_window_of_one_token_needs_nothing_though_an_entry_covers_several() -> None:

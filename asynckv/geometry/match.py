@@ -1,13 +1,14 @@
 """The remote ranks that a rank reads, the parts that it reads of each, and the ranks that it releases.
 
 **Releases** must be known before ranks have met, because a lease has to know all readers that it is owed, including
-those that read nothing. So they depend on the tensor-parallel sizes alone: decode rank `d` of `T_D` answers for prefill
-rank `p` of `T_P` if and only if `[d/T_D, (d+1)/T_D)` overlaps `[p/T_P, (p+1)/T_P)`. Every decode stage answers for
-every prefill stage.
+those that read nothing. So they depend on sizes alone: decode rank `d` of `T_D` answers for prefill rank `p` of `T_P`
+if and only if `[d/T_D, (d+1)/T_D)` overlaps `[p/T_P, (p+1)/T_P)`. Neighbouring prefill ranks that share tokens count as
+one. Every decode stage answers for every prefill stage.
 
-**Reads** are known after the handshakes: `assign` covers our ranges with those of the remote ranks, and among replicas
-the first is read. `predicted` names the ranks to shake hands with first. `compare` refuses layouts that cannot be
-planned at all. Views and parts are matched by (layer, part); a layer is matched by its own name and by its aliases.
+**Reads** are known after the handshakes: `assign` covers our ranges with those of the remote ranks. Ranks with the same
+range and different tokens are together what one rank is otherwise. Among replicas each rank takes its own by place.
+`predicted` names the ranks to shake hands with first. `compare` refuses layouts that cannot be planned at all. Views
+and parts are matched by (layer, part); a layer is matched by its own name and by its aliases.
 
 **Guesses are settled** (`Layout.guessed_axis`). One entry on each of `T` ranks means that the whole axis has a divisor
 of `T` entries. If ranks of the other side hold several, its extent is known, and tells which entry each of ours has.
@@ -23,7 +24,7 @@ from typing import NamedTuple
 from msgspec import structs
 
 from asynckv.errors import LayoutError
-from asynckv.geometry.layout import TOKEN, Dim, Group, Layout, Part, View, shard
+from asynckv.geometry.layout import TOKEN, Dim, Group, Layout, Part, TokenShard, View, shard
 
 MAX_DIFFERENCES = 16
 COLUMN = "column"  # the dim of a convolution's state along its last inputs
@@ -47,6 +48,7 @@ REMEDIES = {
     ),
     "dims": SAME_MODEL,
     "held ranges": "name all ranks of the lending engine in its PrefillRanks; together they hold the whole axis",
+    "held tokens": "name all ranks of the lending engine in its PrefillRanks; those of one range hold all its tokens",
 }
 """Remedies of differences, by the words that their fields begin with."""
 
@@ -262,8 +264,13 @@ def _axis(part: Part) -> str:
     return f"{part.axis!r} of {part.extent}" if part.axis else "none"
 
 
-def predicted(layout: Layout, ranks: Sequence[int], size: int) -> list[int]:
-    """Return the remote `ranks` that will be read if they share heads in the usual way; otherwise all of them."""
+def predicted(layout: Layout, ranks: Sequence[int], size: int, shards: int = 1) -> list[int]:
+    """Return the remote `ranks` that will be read if they share heads in the usual way; otherwise all of them.
+
+    If neighbours share tokens, all of them are named, because nothing tells how before they have met.
+    """
+    if shards > 1:
+        return list(ranks)
     chosen = set()
     for axis, (lo, hi), extent in {(p.axis, p.held, p.extent) for v in layout.views for p in v.parts}:
         if not axis:
@@ -297,6 +304,58 @@ def _cover(lo: int, hi: int, held: Sequence[tuple[int, int]]) -> Iterator[tuple[
         lo = end
 
 
+def _cover_tokens(
+    held: tuple[int, int], others: Sequence[tuple[int, int]], mine: TokenShard, theirs: Sequence[TokenShard], place: int
+) -> Iterator[tuple[Sequence[int], int, int]]:
+    """Cover a range of an axis and our tokens of it: `(indices of ranks that together hold them, start, end)`.
+
+    A range without an axis is `(0, 0)` on every rank. No index is given for what no ranks hold.
+    """
+    alike: dict[tuple[int, int], list[int]] = {}
+    for at, other in enumerate(others):
+        alike.setdefault(other, []).append(at)
+    chosen = {
+        other: [ranks[i] for i in holders(mine, [theirs[at] for at in ranks], place)] for other, ranks in alike.items()
+    }
+    whole = [(other, ranks) for other, ranks in chosen.items() if ranks]
+    if held == (0, 0):
+        yield (whole[0][1] if whole else ()), 0, 0
+    for number, lo, hi in _cover(*held, [other for other, _ in whole]):
+        yield (() if number is None else whole[number][1]), lo, hi
+
+
+def holders(mine: TokenShard, theirs: Sequence[TokenShard], place: int) -> list[int]:
+    """Return the indices of ranks that together hold all tokens that we hold; none if one of them is missing.
+
+    Args:
+        theirs: The shares of remote ranks that are alike otherwise. Several may be equal; then they are replicas.
+        place: Our place among the readers, by which replicas are chosen.
+    """
+    ways: dict[tuple[int, int], dict[int, list[int]]] = {}
+    for at, each in enumerate(theirs):
+        ways.setdefault((each.size, each.interleave), {}).setdefault(each.rank, []).append(at)
+    for (size, interleave), replicas in sorted(ways.items()):
+        needed = [rank for rank in range(size) if _meet(mine, TokenShard(0, size, rank, interleave))]
+        if all(rank in replicas for rank in needed):
+            return [replicas[rank][place % len(replicas[rank])] for rank in needed]
+    return []
+
+
+def _meet(one: TokenShard, other: TokenShard) -> bool:
+    """Return True if two ranks have a token in common."""
+    # One holds `one.rank * one.interleave + i` modulo its period for every `i < one.interleave`, and so does the other.
+    # Two such numbers can be the same token if they differ by a multiple of what the periods have in common.
+    common = math.gcd(one.size * one.interleave, other.size * other.interleave)
+    most = (one.rank + 1) * one.interleave - 1 - other.rank * other.interleave
+    least = one.rank * one.interleave - (other.rank + 1) * other.interleave + 1
+    return most // common * common >= least
+
+
+def _range(tp_rank: int, part: Part, shard: TokenShard) -> str:
+    held = f" [{part.held[0]}, {part.held[1]})" if part.axis else ""
+    return f"tp{tp_rank}{held}" + (f" {shard}" if shard.size > 1 else "")
+
+
 def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | None = None) -> list[tuple[Share, ...]]:
     """Cover all that this rank holds with ranges of the remote ranks; return per remote rank the shares read of it.
 
@@ -304,10 +363,10 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
     layer or a range is missing.
     """
     held_by, names = [_layers(remote) for remote in remotes], layer_names(local)
-    covers: dict[tuple[tuple[int, int], ...], list[tuple[int | None, int, int]]] = {}  # for layers that are alike
+    covers: dict[tuple[object, ...], list[tuple[Sequence[int], int, int]]] = {}  # for layers that are alike
     out: list[list[Share]] = [[] for _ in remotes]
     missing: dict[str, None] = {}
-    gaps: dict[tuple[str, str], list[str]] = {}
+    gaps: dict[tuple[str, str, str], list[str]] = {}
     for view in local.views:
         if groups is not None and view.group not in groups:
             continue
@@ -317,25 +376,27 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
                 missing[view.layer] = None
                 continue
             part, twins = _said_alike(_Spot(view, part, local), spots)
-            if not part.axis:
-                i, remote_view, twin = twins[0]
-                out[i].append(Share(view, remote_view, part, twin, 0, 0))
-                continue
-            if other := [twin for *_, twin in twins if (twin.axis, twin.extent) != (part.axis, part.extent)]:
+            if part.axis and (
+                other := [twin for *_, twin in twins if (twin.axis, twin.extent) != (part.axis, part.extent)]
+            ):
                 # Each fits a part that is whole here, but not the others: they cut it along different axes.
                 what = f"sharded axis of layer {view.layer!r} part {part.name!r}"
                 raise NotCovered([Difference(what, _axis(part), _axis(other[0]))])
-            held = (part.held, *[twin.held for _, _, twin in twins])
-            if held not in covers:
-                covers[held] = list(_cover(*part.held, held[1:]))
-            for at, lo, hi in covers[held]:
-                if at is None:
-                    ranks = ", ".join(f"tp{remotes[i].tp_rank} [{p.held[0]}, {p.held[1]})" for i, _, p in twins[:8])
-                    gap = f"[{lo}, {hi}) of {part.extent} along {part.axis!r} of part {part.name!r}"
-                    gaps.setdefault((gap, ranks), []).append(view.layer)
-                else:
+            mine, theirs = local.shard(view.group), [remotes[i].shard(v.group) for i, v, _ in twins]
+            held = [each.held if part.axis else (0, 0) for each in (part, *[twin for *_, twin in twins])]
+            if (key := (*held, mine, *theirs)) not in covers:
+                covers[key] = list(_cover_tokens(held[0], held[1:], mine, theirs, local.tp_rank))
+            for ranks, lo, hi in covers[key]:
+                for at in ranks:
                     i, remote_view, twin = twins[at]
                     out[i].append(Share(view, remote_view, part, twin, lo, hi))
+                if not ranks:
+                    has = [_range(remotes[i].tp_rank, p, s) for (i, _, p), s in zip(twins[:8], theirs, strict=False)]
+                    gap = f"[{lo}, {hi}) of {part.extent} along {part.axis!r} of" if part.axis else ""
+                    is_shared = any(each.size > 1 for each in (mine, *theirs))
+                    wants = f"{gap} part {part.name!r}" + (f", {mine}" if is_shared else "")
+                    what = "held tokens" if is_shared else "held ranges"
+                    gaps.setdefault((what, wants.strip(), ", ".join(has)), []).append(view.layer)
     if differences := _gaps(local, remotes, held_by, missing, gaps):
         raise NotCovered(differences[:MAX_DIFFERENCES])
     return [tuple(shares) for shares in out]
@@ -362,13 +423,13 @@ def _gaps(
     remotes: Sequence[Layout],
     held_by: Sequence[dict[str, _Parts]],
     missing: Collection[str],
-    gaps: Mapping[tuple[str, str], Sequence[str]],
+    gaps: Mapping[tuple[str, str, str], Sequence[str]],
 ) -> list[Difference]:
     """Return what no remote rank holds: wanted layers, ranges, and other layers of ours if all stages are here."""
     differences = [Difference("layers that no remote rank has", _some(missing), "none")] if missing else []
-    for (gap, ranks), layers in gaps.items():
+    for (what, gap, ranks), layers in gaps.items():
         more = f" and {len(layers) - 1} more" if len(layers) > 1 else ""
-        differences.append(Difference(f"held ranges of layer {layers[0]!r}{more}", f"needs {gap}", f"holds {ranks}"))
+        differences.append(Difference(f"{what} of layer {layers[0]!r}{more}", f"needs {gap}", f"holds {ranks}"))
     has_all_stages = local.pp_size == 1 and len({remote.pp_stage for remote in remotes}) == remotes[0].pp_size
     if has_all_stages and not missing:
         known = {layer for layers in held_by for layer in layers}

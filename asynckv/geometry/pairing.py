@@ -13,7 +13,9 @@ An example: our kernel blocks have 16 tokens, theirs 32. Tokens 40 to 99 are wan
     spans              |8,8,8  |  0,16,16      |  0,0,16       |  0,16,16      |  0,0,16       |
 
 *Tokens*: every wanted token of a given block is read, from the sliding window on if there is one. `_pair_aligned` is a
-shortcut for the usual case. *States*: exactly one block is read, with the state after the last wanted token.
+shortcut for the usual case. Where ranks share tokens, the wanted ones that both ranks hold are cut in the same way, but
+their spans repeat, so `GroupPair.cuts` makes those of one period once. *States*: exactly one block is read, with the
+state after the last wanted token.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from asynckv.errors import PlanRefused, RemoteTooShort
 from asynckv.geometry.blocks import BlockList, LentBlocks
@@ -36,7 +39,8 @@ class Padding(NamedTuple):
     Attributes:
         group: Index of the cache group.
         block_id: Id of the block.
-        first_token: The first of these tokens, counted from the begin of the block.
+        first_token: The first of these tokens, counted from the begin of the block. Where ranks share tokens, this
+            rank's own are counted.
         num_tokens: Number of these tokens.
     """
 
@@ -101,12 +105,12 @@ class BlockLists:
         for index, (group, (first, ids)) in enumerate(zip(layout.groups, self.local, strict=False)):
             if group.kind == "state":
                 continue
-            size, place = group.block_size, first // group.block_size
+            shard, size, place = layout.shard(index), group.block_size, first // group.block_size
             end = max(self.num_tokens, first)
             for i in range(max(end // size - place, 0), len(ids)):
-                lo = max(end - (place + i) * size, 0)
-                if ids[i] != NULL and lo < size:
-                    yield Padding(index, int(ids[i]), lo, size - lo)
+                lo, held = shard.count(max(end - (place + i) * size, 0)), size // shard.size
+                if ids[i] != NULL and lo < held:
+                    yield Padding(index, int(ids[i]), lo, held - lo)
 
     def _pair_tokens(self, pair: GroupPair) -> Sequence[Pairs]:
         (listed, ids), lent = self.local[pair.local_index], self._lent[pair.remote_index]
@@ -123,32 +127,29 @@ class BlockLists:
                 f"group {pair.local_index} ({here.name!r}): the first token {first} is inside an entry that covers "
                 f"{entry} tokens, which can only be read whole; begin at token {first - first % entry}"
             )
-        if mine == theirs and (aligned := self._pair_aligned(pair, first, end)):
+        if mine == theirs and not pair.is_shared and (aligned := self._pair_aligned(pair, first, end)):
             return aligned
-        # A last, partial kernel block is read to its end where both sides have one.
-        whole = min(-(-end // mine) * mine, -(-end // theirs) * theirs)
-        edges = np.arange(first // mine + 1, -(-whole // mine), dtype=np.int64) * mine
-        if mine != theirs:
-            edges = np.union1d(edges, np.arange(first // theirs + 1, -(-whole // theirs), dtype=np.int64) * theirs)
-        start = np.concatenate(([first], edges))
-        tokens = np.diff(np.append(start, whole))
-        kernel = start // mine
+        if pair.is_shared:
+            start, kernel, source, spans = pair.cuts(first, -(-end // entry) * entry)
+        else:
+            start = _cuts(first, end, mine, theirs)
+            start, tokens = start[:-1], np.diff(start)
+            kernel, source = start // mine, start // theirs
+            spans = np.stack((start - kernel * mine, start - source * theirs, tokens))
         at = ids[kernel // here.ratio - listed // here.block_size]
-        if at.min() == NULL:
+        if (at == NULL).any():
             chosen = at != NULL
-            start, tokens, kernel, at = start[chosen], tokens[chosen], kernel[chosen], at[chosen]
-            if not len(at):
-                return ()
-        source = start // theirs
-        if start[0] < lent.first_token:
-            raise self._too_short(pair, int(start[0]), f"lent from token {lent.first_token} on")
+            start, kernel, source, spans, at = _chosen(chosen, start, kernel, source, spans, at)
+        if not len(at):
+            return ()
+        if (least := int(start.min())) < lent.first_token:
+            raise self._too_short(pair, least, f"lent from token {lent.first_token} on")
         block = lent.lookup(source // there.ratio - lent.first_token // there.block_size)
         block[block == there.null_block] = NULL
         if here.window and block.min() == NULL:
             # Tokens before the window are read only to fill whole blocks, so they may be missing on the other side.
-            needed = (block != NULL) | (np.minimum(start + tokens, self.num_tokens) > inside)
-            start, tokens, kernel, at = start[needed], tokens[needed], kernel[needed], at[needed]
-            source, block = source[needed], block[needed]
+            needed = (block != NULL) | (np.minimum(start + spans[2], self.num_tokens) > inside)
+            start, kernel, source, spans, at, block = _chosen(needed, start, kernel, source, spans, at, block)
         if not len(block):
             return ()
         if (absent := np.flatnonzero(block == NULL)).size:
@@ -161,7 +162,7 @@ class BlockLists:
         if int(block.max()) >= there.num_blocks:
             raise _no_such_block(pair, int(block.max()))
         local, remote = at * here.ratio + kernel % here.ratio, block * there.ratio + source % there.ratio
-        return tuple(_by_span(pair, start - kernel * mine, start - source * theirs, tokens, local, remote))
+        return tuple(_by_span(pair, spans, local, remote))
 
     def _window(self, pair: GroupPair, listed: int, lent_from: int) -> tuple[int, int]:
         """Return the first token that is read of a group with a sliding window, and the first that is needed."""
@@ -253,20 +254,31 @@ def _no_such_block(pair: GroupPair, block: int) -> PlanRefused:
     )
 
 
-def _by_span(
-    pair: GroupPair, here: Int64s, there: Int64s, tokens: Int64s, local: Int64s, remote: Int64s
-) -> Iterator[Pairs]:
+def _cuts(first: int, end: int, mine: int, theirs: int) -> Int64s:
+    """Return the tokens at which blocks of either size begin, with both ends of all that is read."""
+    # A last, partial kernel block is read to its end where both sides have one.
+    whole = min(-(-end // mine) * mine, -(-end // theirs) * theirs)
+    edges = np.arange(first // mine + 1, -(-whole // mine), dtype=np.int64) * mine
+    if mine != theirs:
+        edges = np.union1d(edges, np.arange(first // theirs + 1, -(-whole // theirs), dtype=np.int64) * theirs)
+    return np.concatenate(([first], edges, [whole]))
+
+
+def _chosen(columns: npt.NDArray[np.bool_], *arrays: Int64s) -> list[Int64s]:
+    return [array[..., columns] for array in arrays]
+
+
+def _by_span(pair: GroupPair, spans: Int64s, local: Int64s, remote: Int64s) -> Iterator[Pairs]:
     mine, theirs = local.astype(np.int32), remote.astype(np.int32)
-    if (tokens == tokens[0]).all() and (here == here[0]).all() and (there == there[0]).all():
+    if (spans == spans[:, :1]).all():
         kinds = [np.arange(len(mine))]
     else:
-        order = np.lexsort((tokens, there, here))
-        spans = np.stack((here[order], there[order], tokens[order]))
-        kinds = np.split(order, np.flatnonzero((spans[:, 1:] != spans[:, :-1]).any(axis=0)) + 1)
+        order = np.lexsort(spans[::-1])
+        ordered = spans[:, order]
+        kinds = np.split(order, np.flatnonzero((ordered[:, 1:] != ordered[:, :-1]).any(axis=0)) + 1)
     for chosen in kinds:
         ascending = chosen[np.argsort(theirs[chosen], kind="stable")]
-        at = chosen[0]
-        span = Span(pair.local_index, pair.remote_index, int(here[at]), int(there[at]), int(tokens[at]))
+        span = Span(pair.local_index, pair.remote_index, *spans[:, chosen[0]].tolist())
         yield Pairs(span, mine[ascending], theirs[ascending])
 
 

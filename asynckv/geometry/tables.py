@@ -4,9 +4,10 @@ Each `Share` that is read of a peer is, per layer and part, an array that lies i
 One pair of kernel blocks gives a number of **descriptors**, byte ranges that are contiguous on both sides. They are the
 same for every other pair, except for `block * stride`. A `DescTable` holds one row per descriptor.
 
-The tokens that two blocks have in common are a **span**: `(offset here, offset there, tokens)`. There is a table per
-span: regular ones are made when the peer is first met, others when a request needs them. The remote strides come from
-an untrusted peer, so the cost of a table is counted before it is made.
+The tokens that two blocks have in common are a **span**: `(offset here, offset there, tokens)`, or several such
+stretches at equal distances where ranks share tokens. There is a table per span: regular ones are made when the peer is
+first met, others when a request needs them. The remote strides come from an untrusted peer, so the cost of a table is
+counted before it is made.
 
 An example: one local rank holds 8 heads of 128 elements of 2 bytes, one remote rank 4 of these; a kernel block is 16
 tokens. With tokens within heads, the 4 heads are 4 x 16 x 128 x 2 = 16 KiB, one row. With heads within tokens they are
@@ -19,6 +20,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,13 +29,14 @@ import numpy.typing as npt
 
 from asynckv.errors import LayoutError
 from asynckv.geometry.bounds import MAX_DESCRIPTORS, Int32s, Int64s
-from asynckv.geometry.layout import TOKEN, Group, Layout
+from asynckv.geometry.layout import TOKEN, Group, Layout, TokenShard
 from asynckv.geometry.match import Share
 from asynckv.geometry.staging import Box, ReadCosts, Run, runs
 from asynckv.geometry.strides import count_descriptors, step_along, strided_descriptors
 
 # The cost of an untrusted peer's layout is bounded step by step:
 #
+#     tokens until blocks begin anew  MAX_PERIOD    where ranks share tokens, before any is looked at
 #     spans of two block sizes        MAX_KINDS     before they are listed
 #     spans x shapes of parts         MAX_SHAPES    before any row is counted
 #     rows of all regular tables      MAX_ROWS      counted before any is made; later for each table by itself
@@ -41,6 +44,7 @@ from asynckv.geometry.strides import count_descriptors, step_along, strided_desc
 #     tables kept, and their rows     MAX_TABLES, MAX_KEPT_ROWS    after each plan
 
 MAX_TABLES = 1024  # most tables kept per peer; the least recently used go first
+MAX_PERIOD = 65_536  # most tokens after which both sides' shared blocks begin anew
 MAX_KINDS = 1024  # most kinds of spans of two block sizes; sizes that share boundaries too rarely are refused
 MAX_SHAPES = 4096  # most kinds of spans times shapes of parts, because the strides come from an untrusted peer
 MAX_REGULAR = 64  # most tables that are made for a pair of groups before any request needs them
@@ -54,13 +58,28 @@ _NO_BOXES: Int32s = np.zeros(0, np.int32)
 
 
 class Span(NamedTuple):
-    """A stretch of tokens inside one local and one remote kernel block; or a whole state, of 0 tokens."""
+    """Stretches of tokens inside one local and one remote kernel block; or a whole state, of 0 tokens.
+
+    Offsets and steps count the tokens that each rank holds.
+    """
 
     group: int
     remote_group: int
     local_offset: int
     remote_offset: int
-    tokens: int
+    tokens: int  # of one stretch
+    count: int = 1  # number of stretches, more than one only where ranks share tokens
+    local_step: int = 0  # from one stretch to the next
+    remote_step: int = 0
+
+
+class Cuts(NamedTuple):
+    """The tokens that two ranks have in common, cut at the kernel blocks of both."""
+
+    token: Int64s  # int64 `[cuts]`: the first token
+    local: Int64s  # int64 `[cuts]`: kernel block, counted from the one with token 0
+    remote: Int64s
+    spans: Int64s  # int64 `[fields of a span without its groups, cuts]`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -113,14 +132,77 @@ class DescTable:
 class GroupPair:
     """A group of ours and one of theirs that share layers, with all facts that the pairing of their blocks needs."""
 
-    def __init__(self, local_index: int, remote_index: int, local: Group, remote: Group, entry: int) -> None:
+    def __init__(
+        self,
+        local_index: int,
+        remote_index: int,
+        local: Group,
+        remote: Group,
+        entry: int,
+        shards: tuple[TokenShard, TokenShard] = (TokenShard(0), TokenShard(0)),
+    ) -> None:
         self.local_index, self.remote_index = local_index, remote_index
         self.local, self.remote = local, remote
+        self.shards = mine, theirs = shards
+        self.is_shared = mine.size > 1 or theirs.size > 1
         self.entry = entry  # the first token read must be a multiple of it, because a scale's entry is read whole
         self.local_size, self.remote_size = local.kernel_size, remote.kernel_size  # in tokens
         self.remote_blocks = remote.num_kernel_blocks  # kernel blocks of the remote group
-        self.whole = Span(local_index, remote_index, 0, 0, self.local_size if local.kind == "tokens" else 0)
-        self.key = (local_index, remote_index, remote, entry)  # equal for ranks with the same pairs of blocks
+        held = self.local_size // mine.size if local.kind == "tokens" else 0
+        self.whole = Span(local_index, remote_index, 0, 0, held)
+        self.key = (local_index, remote_index, remote, entry, theirs)  # equal for ranks with the same pairs of blocks
+
+    def cuts(self, first: int, end: int) -> Cuts:
+        """Cut the tokens `first ... end - 1` that both ranks hold, where ranks share tokens."""
+        period, regular = self.regular
+        begin, stop = -(-first // period), end // period
+        if begin >= stop:
+            return self._cut(first, end)
+        turns = np.arange(begin, stop, dtype=np.int64)[:, None]
+        steps = period, period // self.local_size, period // self.remote_size
+        whole = [(turns * step + each).ravel() for step, each in zip(steps, regular, strict=False)]
+        found = [Cuts(*whole, np.tile(regular.spans, len(turns)))]
+        found += [self._cut(*edge) for edge in ((first, begin * period), (stop * period, end)) if edge[0] < edge[1]]
+        return Cuts(*[np.concatenate(each, axis=-1) for each in zip(*found, strict=True)])
+
+    @cached_property
+    def regular(self) -> tuple[int, Cuts]:
+        """The number of tokens after which the blocks of both ranks begin anew, and the cuts of so many."""
+        period = 1
+        for group, shard in zip((self.local, self.remote), self.shards, strict=True):
+            is_fine = group.kernel_size // shard.size % shard.interleave == 0
+            period = math.lcm(period, group.kernel_size if is_fine else group.block_size)
+        if period > MAX_PERIOD:
+            raise LayoutError(
+                f"group {self.local_index}: blocks of {self.local.block_size} tokens here and "
+                f"{self.remote.block_size} there, which ranks share, begin together only every {period} tokens, and at "
+                f"most {MAX_PERIOD} are planned; use block sizes with a common factor"
+            )
+        return period, self._cut(0, period)
+
+    def _cut(self, first: int, end: int) -> Cuts:
+        tokens = np.arange(first, end, dtype=np.int64)
+        mine, theirs = self.shards
+        tokens = tokens[mine.holds(tokens) & theirs.holds(tokens)]
+        local, here = np.divmod(mine.place(tokens), self.local_size // mine.size)
+        remote, there = np.divmod(theirs.place(tokens), self.remote_size // theirs.size)
+        # First tokens that follow one another on both sides are joined to stretches, then stretches of equal length and
+        # distance to spans.
+        rows = np.stack((tokens, local, remote, here, there))
+        steps = np.diff(rows, prepend=rows[:, :1] - 2)
+        rows, lengths = _joined(rows, ~((steps[1:3] == 0).all(axis=0) & (steps[3:] == 1).all(axis=0)))
+        steps = np.diff(rows, prepend=rows[:, :1])
+        follows = (steps[1:3] == 0).all(axis=0) & (np.diff(lengths, prepend=0) == 0)
+        follows[1:] &= ~follows[:-1] | (steps[3:, 1:] == steps[3:, :-1]).all(axis=0)
+        after = np.append(steps[3:, 1:], np.zeros((2, 1), np.int64), axis=1)[:, : len(lengths)]
+        rows, counts = _joined(np.concatenate((rows, lengths[None], after)), ~follows)
+        return Cuts(*rows[:3], np.stack((*rows[3:6], counts, *np.where(counts > 1, rows[6:], 0))))
+
+
+def _joined(rows: Int64s, begins: npt.NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
+    """Return the columns of `rows` at which something begins, and the number of columns up to the next of them."""
+    heads = np.flatnonzero(begins)
+    return rows[:, heads], np.diff(heads, append=len(begins))
 
 
 class PeerTables:
@@ -159,10 +241,14 @@ class PeerTables:
         self._ids = ids
         self.warnings: list[str] = []
         self.group_pairs = tuple(
-            GroupPair(a, b, local.groups[a], remote.groups[b], math.lcm(*(_entry(s, local.groups[a]) for s in shares)))
+            GroupPair(
+                *(a, b, local.groups[a], remote.groups[b]),
+                math.lcm(*(_entry(s, local.groups[a]) for s in shares)),
+                (local.shard(a), remote.shard(b)),
+            )
             for (a, b), shares in pairs.items()
         )
-        spans = [span for pair in pairs for span in self._regular_spans(*pair)]
+        spans = [span for pair in self.group_pairs for span in self._regular_spans(pair)]
         if (rows := sum(map(self._num_rows, spans))) > MAX_ROWS:
             raise LayoutError(
                 f"{rows} pieces would be needed for {len(spans)} kinds of cuts, more than {MAX_ROWS}; use the same "
@@ -174,24 +260,27 @@ class PeerTables:
         for table in largest.values():
             self._warn(table)
 
-    def _regular_spans(self, group: int, remote_group: int) -> list[Span]:
-        if self.local.groups[group].kind == "state":
-            return [Span(group, remote_group, 0, 0, 0)]
-        local_size = self.local.groups[group].kernel_size
-        remote_size = self.remote.groups[remote_group].kernel_size
+    def _regular_spans(self, pair: GroupPair) -> list[Span]:
+        if pair.local.kind == "state":
+            return [pair.whole]
+        group, local_size, remote_size = pair.local_index, pair.local_size, pair.remote_size
         period = math.lcm(local_size, remote_size)
-        if period // local_size + period // remote_size > MAX_KINDS:
+        if not pair.is_shared and period // local_size + period // remote_size > MAX_KINDS:
             raise LayoutError(
                 f"group {group}: kernel blocks of {local_size} tokens here and {remote_size} there share a boundary "
                 f"only every {period} tokens, which makes more than {MAX_KINDS} kinds of cuts; use sizes with a common "
                 f"factor"
             )
-        starts = sorted({*range(0, period, local_size), *range(0, period, remote_size)})
-        spans = (
-            Span(group, remote_group, start % local_size, start % remote_size, end - start)
-            for start, end in pairwise([*starts, period])
+        if pair.is_shared:
+            cuts = np.unique(pair.regular[1].spans, axis=1).T.tolist()
+        else:
+            starts = sorted({*range(0, period, local_size), *range(0, period, remote_size)})
+            both = pairwise([*starts, period])
+            cuts = list(dict.fromkeys((start % local_size, start % remote_size, end - start) for start, end in both))
+        kinds, shapes = (
+            [Span(group, pair.remote_index, *cut) for cut in cuts],
+            len(self._alike[group, pair.remote_index]),
         )
-        kinds, shapes = list(dict.fromkeys(spans)), len(self._alike[group, remote_group])
         if len(kinds) * shapes > MAX_SHAPES:
             raise LayoutError(
                 f"group {group}: kernel blocks of {local_size} tokens here and {remote_size} there make {len(kinds)} "
@@ -313,7 +402,10 @@ class _Alike:
 
     def _dims(self, span: Span) -> list[tuple[int, int, int]]:
         _, each, dims, token, _ = self._shape
-        return [*dims, (span.tokens // each, *token)] if any(token) else list(dims)
+        if not any(token):
+            return list(dims)
+        stretches = span.count, span.local_step // each * token[0], span.remote_step // each * token[1]
+        return [*dims, (span.tokens // each, *token), stretches]
 
     def num_rows(self, span: Span) -> int:
         return count_descriptors(self._shape.itemsize, self._dims(span))
