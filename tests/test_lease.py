@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from asynckv.core.types import Cohort, Key, Outcome, Reason, RequestId
 from asynckv.core.wire import Ack, Claim, Granted, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import BlockRuns
+from asynckv.geometry.match import owed_readers, remote_ranks
 from tests.rows import unnoticed
 
 KEY = Key("epoch", 0, 7, "0" * 32)
@@ -557,6 +559,39 @@ def test_a_reader_that_another_rank_serves_is_not_owed() -> None:
     lease = lend(tp_rank=1, tp_size=2)
     assert refused(Reading(lease, 0, 2).claim(0.0)) is Reason.NOT_OWED
     assert granted(Reading(lease, 1, 2).claim(0.0)) == 4.0
+
+
+def test_a_lease_owes_exactly_the_readers_that_answer_for_it_for_all_sizes_and_shards() -> None:
+    for prefill, decode in itertools.product(range(1, 9), repeat=2):
+        for shards in (n for n in range(1, prefill + 1) if prefill % n == 0):
+            answers = {(d, p) for d in range(decode) for p in remote_ranks(d, decode, prefill, shards)}
+            # Neighbours that share tokens are what one of `whole` ranks is otherwise.
+            whole = prefill // shards
+            assert answers == {
+                (d, p)
+                for d, p in itertools.product(range(decode), range(prefill))
+                if d * whole < (p // shards + 1) * decode and p // shards * decode < (d + 1) * whole
+            }
+            assert answers == {(d, p) for p in range(prefill) for d in owed_readers(p, prefill, decode, shards)}
+            assert {p for _, p in answers} == set(range(prefill))
+            for p in range(prefill):
+                lease = lend(tp_rank=p, tp_size=prefill, num_token_shards=shards)
+                readers = [Reading(lease, d, decode) for d in range(decode)]
+                owed = [d for d, reading in enumerate(readers) if refused(reading.claim(0.0)) is not Reason.NOT_OWED]
+                assert owed == [d for d in range(decode) if (d, p) in answers]
+                assert lease.num_readers == len(owed)
+                for d in owed:
+                    assert not lease.is_over
+                    readers[d].release(1.0)
+                assert lease.state is LeaseState.RELEASED
+
+
+def test_a_reader_that_is_not_owed_hears_how_many_neighbours_share_tokens() -> None:
+    answer = Reading(lend(tp_rank=1, tp_size=8, num_token_shards=4), 1, 2).claim(0.0).answer
+    assert isinstance(answer, Refused)
+    assert answer.detail == (
+        "decode tp_rank 1 of 2 does not answer for prefill tp_rank 1 of 8, of which each 4 neighbours share tokens"
+    )
 
 
 def test_a_reader_whose_next_start_will_try_again_is_not_gone() -> None:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +22,7 @@ from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Cohort, Endpoint, KVTransferParams, Outcome, Reason, ReplyTo, decode_params
-from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
+from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused, RemoteProtocolError
 from asynckv.scheduler import PrefillRanks
 from tests.world import NUM_BLOCKS, Rank, World, alone, begin, make_layout, opened, ranks_of, reason
 
@@ -835,6 +836,81 @@ def test_endpoints_with_holes_is_refused() -> None:
     broken: KVTransferParams = msgspec.structs.replace(params, tp_size=2)
     with pytest.raises(PlanRefused, match="must be listed once"):
         begin(decode.core, PullRequest("d", [(0, [1])], broken), 30, 0.0)
+
+
+SHARING = [Endpoint(r, f"tcp://127.0.0.1:{r + 1}", "i") for r in range(4)]
+
+
+def test_params_without_shards_keep_their_bytes() -> None:
+    params = PrefillRanks("p", SHARING).make_params("req", [(0, [1])], 4)
+    assert "num_token_shards" not in params
+    assert b"num_token_shards" not in msgspec.msgpack.encode(decode_params(params))
+    said = PrefillRanks("p", SHARING, num_token_shards=2).make_params("req", [(0, [1])], 4)
+    assert (said["num_token_shards"], decode_params(said).num_token_shards) == (2, 2)
+    assert set(said) - set(params) == {"num_token_shards"}
+
+
+@pytest.mark.parametrize("shards", [3, 8])
+def test_a_number_of_shards_that_does_not_divide_the_ranks_is_refused(shards: int) -> None:
+    with pytest.raises(ConfigError, match=rf"num_token_shards {shards} does not divide the tp_size 4 .*Layout"):
+        PrefillRanks("p", SHARING, num_token_shards=shards)
+    params = PrefillRanks("p", SHARING).make_params("req", [(0, [1])], 4) | {"num_token_shards": shards}
+    for given in (params, msgspec.convert(params, KVTransferParams)):
+        with pytest.raises(RemoteProtocolError, match=f"num_token_shards {shards} does not divide tp_size 4"):
+            decode_params(given)
+
+
+@pytest.mark.parametrize("shards", [0, -1, 1 << 40, "2", 2.5, True])
+def test_a_malformed_number_of_shards_is_refused(shards: Any) -> None:
+    params = PrefillRanks("p", SHARING).make_params("req", [(0, [1])], 4)
+    with pytest.raises(RemoteProtocolError, match=r"malformed.*num_token_shards"):
+        decode_params(params | {"num_token_shards": shards})
+    with pytest.raises(ConfigError, match="num_token_shards"):
+        PrefillRanks("p", SHARING, num_token_shards=shards)
+
+
+@pytest.mark.parametrize(("real", "said"), [(1, 2), (2, 1), (2, 4)])
+def test_a_rank_lends_and_withdraws_nothing_under_another_number_of_shards(real: int, said: int) -> None:
+    world = World()
+    ranks = ranks_of(world, "prefill", 4, num_heads=1, shards=real)
+    params = world.params(ranks, "req", [3], 4)
+    assert (params.num_token_shards or 1) == real
+    other = msgspec.structs.replace(params, num_token_shards=said)
+    for call in (world.lend, world.withdraw):
+        with pytest.raises(
+            LocalProtocolError, match=rf"num_token_shards {real}, not {said}; give PrefillRanks num_token_shards={real}"
+        ):
+            call(ranks[0], other)
+    assert not world.lend(ranks[0], params).is_over
+
+
+@pytest.mark.parametrize(("real", "said"), [(1, 2), (2, 1), (2, 4)])
+def test_params_with_another_number_of_shards_than_the_layouts_are_refused_at_the_handshake(
+    real: int, said: int
+) -> None:
+    world = World()
+    prefill = ranks_of(world, "prefill", 4, num_heads=1, shards=real)
+    decode = world.add("d", make_layout(3, 4, num_heads=1, base=1 << 50), engine_id="decode")
+    params, _ = world.lent_by(prefill, "req", [3], written=True)
+    changed = msgspec.structs.replace(params, num_token_shards=said)
+    for name in ("first", "again"):  # the second finds that all ranks are known
+        pull = world.pull(decode, name, [9], changed)
+        world.run(10.0)
+        assert pull.reason is Reason.GEOMETRY
+        assert re.search(
+            rf"num_token_shards {real}, but the params say {said}; give PrefillRanks num_token_shards={real}$",
+            pull.detail,
+        )
+        assert not decode.reads
+    routes = decode.core.decode.routes
+    honest = routes.answered_for("d", params)
+    assert (routes.answered_for("d", changed) is honest, honest.ready) == (False, {})
+    assert [rank.tp_rank for rank in honest.ranks] == ([3] if real == 1 else [2, 3])
+    if real == 1:
+        params, leases = world.lent_by(prefill, "honest", [3], written=True)
+        pull = world.pull(decode, "honest", [9], params)
+        world.run()
+        assert (pull.reason, leases[3].state) == (Reason.COMPLETE, LeaseState.RELEASED)
 
 
 def test_a_peer_that_is_gone_with_a_transfer_in_doubt_starves_no_other() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import UNSET
 
 from asynckv.account.inspect import Inspector
 from asynckv.account.survey import Survey
@@ -38,7 +39,7 @@ from asynckv.core.types import Address, Endpoint, KVTransferParams, Reason, Tran
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.gather import Gathered, Packing
-from asynckv.geometry.layout import Group, Layout, Memory, attention_view, shard
+from asynckv.geometry.layout import Group, Layout, Memory, TokenShard, attention_view, shard
 from asynckv.geometry.match import assign
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import ReadRequest
@@ -67,13 +68,15 @@ def make_layout(
     dtype: str = "float16",
     ratio: int = 1,
     model: str = "toy",
+    shards: int = 1,
+    interleave: int = 1,
 ) -> Layout:
-    """A small attention layout, one memory per layer."""
-    heads = shard(num_heads, tp_rank, tp_size)
+    """A small attention layout, one memory per layer. `shards` neighbours hold the same heads, and share the tokens."""
+    heads = shard(num_heads, tp_rank // shards, tp_size // shards)
     sizes = {
         "kv": 2,
         "block": num_blocks * ratio,
-        "token": block_size // ratio,
+        "token": block_size // ratio // shards,
         "head": heads[1] - heads[0],
         "dim": head_dim,
     }
@@ -83,14 +86,17 @@ def make_layout(
         )
         for i in range(layers)
     ]
-    size = 2 * num_blocks * block_size * sizes["head"] * head_dim * 2
+    size = 2 * num_blocks * block_size // shards * sizes["head"] * head_dim * 2
+    shared = (TokenShard(0, shards, tp_rank % shards, interleave),) if shards > 1 else UNSET
     return Layout(
+        schema=1 + (shards > 1),
         model=model,
         tp_rank=tp_rank,
         tp_size=tp_size,
         memories=tuple(Memory(base + i * (size + 4096), size) for i in range(layers)),
         groups=(Group("attention", block_size, num_blocks, ratio),),
         views=tuple(views),
+        token_shards=shared,
     )
 
 
