@@ -181,7 +181,7 @@ def check_moved(
             assert result.num_tokens == num_tokens
             if clears:
                 one = target.ranks[rank]
-                needs = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=target.groups)
+                needs = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=one.config.kv_cache_groups)
                 Tails.of(needs, one.tensors, ModelFacts()).clear(result.padding)
             same = torch.equal(target.storage(rank), expected[rank])
             assert same, where_differs(target, rank, expected[rank])
