@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import vllm
 
+from asynckv.geometry.match import assign
+from asynckv.geometry.plan import plan_read
+from asynckv.geometry.tables import PeerTables
+from tests import oracle
 from tests.vllm.engines import Server
 from tests.vllm.models import Attention, Mamba, Model
 from tests.vllm.pairs import Pair
 from tests.vllm.setups import Connector, Setup
 from tests.vllm.test_departures import unlent
+from tests.world import Buffers, block_lists, make_layout
 
 BLOCK = 32
 LATENT = Attention(heads=1, size=64, is_mla=True)
@@ -108,3 +119,48 @@ def test_clients_that_leave_leave_nothing_behind(
     pair.settle()
     pair.generate(pair.prompt(200))
     pair.settle()
+
+
+THEIR_TEST = "test_apply_dcp_prefix_caching_matches_global_logical_positions"
+THEIR_FILE = Path(vllm.__file__).parents[1] / "tests/v1/kv_connector/unit/test_nixl_connector_hma.py"
+
+
+def their_cases() -> list[Any]:
+    """Read the cases of vLLM's own test of its prefix caching with DCP from its source."""
+    tree = ast.parse(THEIR_FILE.read_text())
+    (test,) = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == THEIR_TEST]
+    (given,) = [each for each in test.decorator_list if isinstance(each, ast.Call)]
+    names, cases = given.args
+    keys = ast.literal_eval(names).split(",")
+    values = [map(ast.literal_eval, each.args) for each in ast.walk(cases) if isinstance(each, ast.Call)]
+    found = [dict(zip(keys, each, strict=True)) for each in values]
+    assert len(found) >= 4
+    return found
+
+
+@pytest.mark.parametrize("case", their_cases(), ids=str)
+def test_the_blocks_of_vllms_own_cases_are_read(case: dict[str, Any]) -> None:
+    """A page of theirs is a block on one rank, because `NixlConnector` has interleaves of a block."""
+    size, other = case["local_dcp_size"], case["remote_dcp_size"]
+    cached = case["local_num_computed_blocks"]
+    pages = min((cached + len(case["local_ids"])) * size, len(case["remote_ids"]) * other)
+
+    def ranks(size: int, base: int) -> list[Buffers]:
+        fields: dict[str, Any] = {"shards": size, "interleave": 4, "num_heads": 1, "num_blocks": 256, "base": base}
+        return [Buffers(make_layout(rank, size, block_size=4 * size, **fields), 0) for rank in range(size)]
+
+    here, remotes = ranks(size, 1 << 40)[case["local_dcp_rank"]], ranks(other, 1 << 41)
+    shares = assign(here.layout, [each.layout for each in remotes])
+    remote = remotes[case["remote_rank"]]
+    for array in here.arrays:
+        array[:] = 0
+    for block in range(256):
+        remote.overwrite(block, block)
+    offered = oracle.offers([(0, case["remote_ids"])])
+    lists = block_lists(here.layout, [(4 * size * cached, case["local_ids"])], offered, 4 * pages)
+    tables = PeerTables(here.layout, remote.layout, shares[case["remote_rank"]], itertools.count(1))
+    written = [np.zeros(len(a), np.bool_) for a in here.arrays]
+    oracle.execute(plan_read(tables, lists), here, remote, written, (1 << 20, 512))
+    read = {block: set(here.block(block)) for block in range(256)}
+    expected = dict(zip(case["expected_local"], case["expected_remote"], strict=True))
+    assert read == {block: {expected.get(block, 0)} for block in range(256)}
