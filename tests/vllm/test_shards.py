@@ -89,9 +89,10 @@ def test_kernel_blocks_and_layers_that_are_whole_arrive(
     check(Pair.start(server, setup_of(name, connector, prefill, 16), setup_of(name, connector, decode, 1)))
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (2, 1), (1, 2)])
 @pytest.mark.parametrize("name", ["mamba2-align", "gdn-none"])
-def test_latents_and_states_arrive_between_equal_shares(server: Server, connector: Connector, name: str) -> None:
-    check(Pair.start(server, setup_of(name, connector, 2, 1), setup_of(name, connector, 2, BLOCK)))
+def test_latents_and_states_arrive(server: Server, connector: Connector, name: str, prefill: int, decode: int) -> None:
+    check(Pair.start(server, setup_of(name, connector, prefill, 1), setup_of(name, connector, decode, BLOCK)))
 
 
 @pytest.mark.parametrize(("pcp", "dcp"), [(2, 1), (2, 2), (4, 4)])
