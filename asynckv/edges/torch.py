@@ -267,7 +267,7 @@ def register_parts(
         groups=tuple(groups),
         views=tuple(views),
         aliases=tuple(aliases.items()),
-        **_shard_fields(token_shards),
+        **_shared_tokens(token_shards),
     )
     return register_memory(layout, tuple(owners))
 
@@ -414,7 +414,7 @@ def register_tensors(
         groups=(Group("attention", block_size, num_blocks, ratio),),
         views=tuple(views),
         aliases=tuple(aliases.items()),
-        **_shard_fields(shards),
+        **_shared_tokens(shards),
     )
     return register_memory(layout, tuple(tensors.values()))
 
@@ -431,7 +431,7 @@ def _shard_of_all(given: Any) -> TokenShard:
     return TokenShard(0, size, rank, interleave)
 
 
-def _shard_fields(shards: Sequence[TokenShard]) -> dict[str, Any]:
+def _shared_tokens(shards: Sequence[TokenShard]) -> dict[str, Any]:
     """Return the fields of a layout that say how ranks share tokens; none if they do not."""
     given: Any = shards
     if not isinstance(given, tuple | list) or not all(isinstance(each, TokenShard) for each in given):

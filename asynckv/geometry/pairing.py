@@ -162,6 +162,9 @@ class BlockLists:
         if int(block.max()) >= there.num_blocks:
             raise _no_such_block(pair, int(block.max()))
         local, remote = at * here.ratio + kernel % here.ratio, block * there.ratio + source % there.ratio
+        if pair.parts > 1:
+            local = local * pair.parts + spans[0] // pair.part
+            spans[0] %= pair.part
         return tuple(_by_span(pair, spans, local, remote))
 
     def _window(self, pair: GroupPair, listed: int, lent_from: int) -> tuple[int, int]:

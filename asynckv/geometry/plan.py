@@ -187,6 +187,17 @@ def _split(section: Section, max_bytes: int, max_descriptors: int) -> Iterator[_
     if num_bytes <= max_bytes and num_descriptors <= max_descriptors and is_even:
         yield _Part(section, 0, table.num_rows, 0, blocks, num_bytes, num_descriptors)
         return
+    if table.pack_bytes and is_even:
+        # A packed copy costs messages. If rows are cut, each leaves a short copy at its end, which blocks of all rows
+        # together do not.
+        step = min(max_bytes // table.placed_bytes, max_descriptors // table.num_rows)
+        together = max_bytes // int(length[0] * blocks)
+        each = -(-table.num_rows // together) if together else table.num_rows * -(-blocks * int(length[0]) // max_bytes)
+        if step and -(-blocks // step) < each:
+            for lo in range(0, blocks, step):
+                part = Section(table, section.local[lo : lo + step], section.remote[lo : lo + step])
+                yield next(_split(part, max_bytes, max_descriptors))
+            return
     per_row = np.where(dense, runs, blocks)
     # Consecutive rows go together while their whole block lists fit; a row that is too large by itself is split.
     size, descs = (np.concatenate(([0], np.cumsum(x))) for x in (length * blocks, per_row))

@@ -54,6 +54,7 @@ WARN_ROWS = 8  # rows per layer beyond which the operator is warned of small pie
 WARN_OVER = 3  # bytes read for each that is needed, from which on the operator is warned
 MOST_WHOLE = 1.5  # time that runs of packed copies may take if they are read whole, relative to the best other way
 SMALL_PIECE = 4096  # bytes below which a descriptor costs more: over UCX 1 KiB took 5 us and 16 KiB 9 us
+SHARES = "equal shares of tokens, or a greater interleave,"
 _NO_BOXES: Int32s = np.zeros(0, np.int32)
 
 
@@ -68,7 +69,7 @@ class Span(NamedTuple):
     local_offset: int
     remote_offset: int
     tokens: int  # of one stretch
-    count: int = 1  # number of stretches, more than one only where ranks share tokens
+    count: int = 1  # type: ignore[assignment]  # number of stretches: several only where ranks share tokens
     local_step: int = 0  # from one stretch to the next
     remote_step: int = 0
 
@@ -148,9 +149,27 @@ class GroupPair:
         self.entry = entry  # the first token read must be a multiple of it, because a scale's entry is read whole
         self.local_size, self.remote_size = local.kernel_size, remote.kernel_size  # in tokens
         self.remote_blocks = remote.num_kernel_blocks  # kernel blocks of the remote group
-        held = self.local_size // mine.size if local.kind == "tokens" else 0
-        self.whole = Span(local_index, remote_index, 0, 0, held)
-        self.key = (local_index, remote_index, remote, entry, theirs)  # equal for ranks with the same pairs of blocks
+        self.part = self.local_size // mine.size if local.kind == "tokens" else 0  # our tokens of a kernel block
+        self.whole = Span(local_index, remote_index, 0, 0, self.part)
+        # Equal for ranks with the same pairs of blocks.
+        self.key: tuple[object, ...] = (local_index, remote_index, remote, entry, theirs)
+
+    @property
+    def parts(self) -> int:
+        """Number of blocks of their own as which the parts of each kernel block of ours are addressed (`divide`)."""
+        return self.whole.tokens // self.part if self.part else 1
+
+    def divide(self) -> None:
+        """Address parts of our kernel blocks as blocks, so that cuts that differ only in their place are of one span.
+
+        Fewer tables, longer reads and fewer packed copies follow. An example: our rank holds every eighth token, in
+        blocks of 64, and theirs all, in blocks of 64. Eight of their blocks fill one of ours, each another part.
+        """
+        offset, _, tokens, count, step, _ = self.regular[1].spans
+        part = int(np.gcd.reduce(np.append(offset - offset[0], self.part)))
+        # Each cut must lie in one part. `_cut` sees to that for the first and the last tokens of a request.
+        if (offset % part + (count - 1) * step + tokens <= part).all():
+            self.part, self.key = part, (*self.key, part)
 
     def cuts(self, first: int, end: int) -> Cuts:
         """Cut the tokens `first ... end - 1` that both ranks hold, where ranks share tokens."""
@@ -161,22 +180,22 @@ class GroupPair:
         turns = np.arange(begin, stop, dtype=np.int64)[:, None]
         steps = period, period // self.local_size, period // self.remote_size
         whole = [(turns * step + each).ravel() for step, each in zip(steps, regular, strict=False)]
-        found = [Cuts(*whole, np.tile(regular.spans, len(turns)))]
+        found = [Cuts._make([*whole, np.tile(regular.spans, len(turns))])]
         found += [self._cut(*edge) for edge in ((first, begin * period), (stop * period, end)) if edge[0] < edge[1]]
-        return Cuts(*[np.concatenate(each, axis=-1) for each in zip(*found, strict=True)])
+        return Cuts._make([np.concatenate(each, axis=-1) for each in zip(*found, strict=True)])
 
     @cached_property
     def regular(self) -> tuple[int, Cuts]:
         """The number of tokens after which the blocks of both ranks begin anew, and the cuts of so many."""
-        period = 1
+        period, (mine, theirs) = 1, self.shards
         for group, shard in zip((self.local, self.remote), self.shards, strict=True):
             is_fine = group.kernel_size // shard.size % shard.interleave == 0
             period = math.lcm(period, group.kernel_size if is_fine else group.block_size)
         if period > MAX_PERIOD:
             raise LayoutError(
                 f"group {self.local_index}: blocks of {self.local.block_size} tokens here and "
-                f"{self.remote.block_size} there, which ranks share, begin together only every {period} tokens, and at "
-                f"most {MAX_PERIOD} are planned; use block sizes with a common factor"
+                f"{self.remote.block_size} there, with {mine} and {theirs}, begin together only every {period} tokens, "
+                f"more than {MAX_PERIOD}; use block sizes with a common factor"
             )
         return period, self._cut(0, period)
 
@@ -188,15 +207,15 @@ class GroupPair:
         remote, there = np.divmod(theirs.place(tokens), self.remote_size // theirs.size)
         # First tokens that follow one another on both sides are joined to stretches, then stretches of equal length and
         # distance to spans.
-        rows = np.stack((tokens, local, remote, here, there))
+        rows = np.stack((tokens, local, remote, here // self.part, here, there))
         steps = np.diff(rows, prepend=rows[:, :1] - 2)
-        rows, lengths = _joined(rows, ~((steps[1:3] == 0).all(axis=0) & (steps[3:] == 1).all(axis=0)))
+        rows, lengths = _joined(rows, ~((steps[1:4] == 0).all(axis=0) & (steps[4:] == 1).all(axis=0)))
         steps = np.diff(rows, prepend=rows[:, :1])
-        follows = (steps[1:3] == 0).all(axis=0) & (np.diff(lengths, prepend=0) == 0)
-        follows[1:] &= ~follows[:-1] | (steps[3:, 1:] == steps[3:, :-1]).all(axis=0)
-        after = np.append(steps[3:, 1:], np.zeros((2, 1), np.int64), axis=1)[:, : len(lengths)]
+        follows = (steps[1:4] == 0).all(axis=0) & (np.diff(lengths, prepend=0) == 0)
+        follows[1:] &= ~follows[:-1] | (steps[4:, 1:] == steps[4:, :-1]).all(axis=0)
+        after = np.append(steps[4:, 1:], np.zeros((2, 1), np.int64), axis=1)[:, : len(lengths)]
         rows, counts = _joined(np.concatenate((rows, lengths[None], after)), ~follows)
-        return Cuts(*rows[:3], np.stack((*rows[3:6], counts, *np.where(counts > 1, rows[6:], 0))))
+        return Cuts._make([*rows[:3], np.stack((*rows[4:7], counts, *np.where(counts > 1, rows[7:], 0)))])
 
 
 def _joined(rows: Int64s, begins: npt.NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
@@ -234,7 +253,6 @@ class PeerTables:
         for share in shares:
             pairs.setdefault((share.local_view.group, share.remote_view.group), []).append(share)
         self._layers = {pair: len({s.local_view.layer for s in shares}) for pair, shares in pairs.items()}
-        self._alike = {pair: _sort_alike(shares) for pair, shares in pairs.items()}
         self._tables: OrderedDict[Span, DescTable] = OrderedDict()
         self._num_kept_rows = 0
         self.is_full = False
@@ -248,6 +266,11 @@ class PeerTables:
             )
             for (a, b), shares in pairs.items()
         )
+        self._pairs = dict(zip(pairs, self.group_pairs, strict=True))
+        for key, pair in self._pairs.items():
+            if pair.is_shared and all(map(_is_dense, pairs[key])):
+                pair.divide()
+        self._alike = {key: _sort_alike(pairs[key], pair.parts) for key, pair in self._pairs.items()}
         spans = [span for pair in self.group_pairs for span in self._regular_spans(pair)]
         if (rows := sum(map(self._num_rows, spans))) > MAX_ROWS:
             raise LayoutError(
@@ -272,7 +295,8 @@ class PeerTables:
                 f"factor"
             )
         if pair.is_shared:
-            cuts = np.unique(pair.regular[1].spans, axis=1).T.tolist()
+            offset, *others = pair.regular[1].spans
+            cuts = np.unique((offset % pair.part, *others), axis=1).T.tolist()
         else:
             starts = sorted({*range(0, period, local_size), *range(0, period, remote_size)})
             both = pairwise([*starts, period])
@@ -290,25 +314,27 @@ class PeerTables:
         return kinds
 
     def _warn(self, table: DescTable) -> None:
-        layers = self._layers[table.span.group, table.span.remote_group]
+        pair, layers = self._pairs[table.span[:2]], self._layers[table.span[:2]]
         num_bytes = float(table.length.mean()) if table.num_rows else 0.0
         is_read_whole = table.boxes and not table.pack_bytes
         if is_read_whole and (over := table.block_bytes / table.placed_bytes) >= WARN_OVER:
+            why = "a sharded dim lies within tokens; heads before tokens (hnd) on the prefill side, or equal TP sizes,"
+            if pair.is_shared:
+                why = f"tokens of other ranks lie between; {SHARES}"
             self.warnings.append(
-                f"group {table.span.group}: {over:.1f} bytes are read for each byte that is needed, because a sharded "
-                f"dim lies within tokens; heads before tokens (hnd) on the prefill side, or equal TP sizes, avoid that"
+                f"group {table.span.group}: {over:.1f} bytes are read for each byte that is needed, because {why} "
+                f"avoid that"
             )
         if table.num_rows > WARN_ROWS * layers and num_bytes < SMALL_PIECE:
-            is_state = self.local.groups[table.span.group].kind == "state"
-            remedy = (
-                "the same order on both sides, with the dim that TP cuts first, makes"
-                if is_state
-                else "heads before tokens (hnd) and equal block sizes on both sides make"
-            )
+            differ, remedy = "TP sizes, memory orders or block sizes", "heads before tokens (hnd) and equal block sizes"
+            if pair.is_shared:
+                differ, remedy = "Shares of tokens, memory orders or block sizes", SHARES
+            elif pair.local.kind == "state":
+                remedy = "the same order, with the dim that TP cuts first,"
             self.warnings.append(
                 f"group {table.span.group} is read in pieces of {num_bytes:,.0f} bytes, "
                 f"{table.num_rows / layers:.0f} per block and layer; pieces below {SMALL_PIECE:,} bytes are slow. "
-                f"TP sizes, memory orders or block sizes differ; {remedy} few and large ones"
+                f"{differ} differ; {remedy} on both sides make few and large ones"
                 + ("" if self._costs else "; with KV in host memory, posting threads and staging_bytes stage them")
             )
 
@@ -341,7 +367,7 @@ class PeerTables:
     def _compile(self, span: Span) -> DescTable:
         pair = span.group, span.remote_group
         count = self._num_rows(span)
-        local_blocks = self.local.groups[span.group].num_kernel_blocks
+        local_blocks = self.local.groups[span.group].num_kernel_blocks * self._pairs[pair].parts
         remote_blocks = self.remote.groups[span.remote_group].num_kernel_blocks
         if count > MAX_ROWS or count * max(local_blocks, remote_blocks) > MAX_DESCRIPTORS:
             raise LayoutError(
@@ -453,7 +479,13 @@ class _Alike:
         return rows.reshape(-1, 7)
 
 
-def _sort_alike(shares: Sequence[Share]) -> list[_Alike]:
+def _is_dense(share: Share) -> bool:
+    """Return True if our kernel blocks follow one another as their tokens do, so that a part is like a block."""
+    return any(dim.name == TOKEN and dim.size * dim.stride == share.local_view.stride for dim in share.local_part.dims)
+
+
+def _sort_alike(shares: Sequence[Share], parts: int) -> list[_Alike]:
+    """Sort shares by shape. `parts` of each of our kernel blocks are addressed as blocks of their own."""
     found: dict[_Shape, list[tuple[int, ...]]] = {}
     for local_view, remote_view, local, remote, lo, hi in shares:
         twins = {d.name: d for d in remote.dims}
@@ -474,7 +506,7 @@ def _sort_alike(shares: Sequence[Share]) -> list[_Alike]:
                 dims.append((size, dim.stride, twin.stride))
         shape = _Shape(local.itemsize, local.tokens_per_entry, tuple(dims), token, around)
         place = (
-            *(local_view.memory, local_start, local_view.stride),
+            *(local_view.memory, local_start, local_view.stride // parts),
             *(remote_view.memory, remote_start, remote_view.stride),
         )
         found.setdefault(shape, []).append(place)
