@@ -88,8 +88,7 @@ def make_config(setup: Setup, folder: Path) -> Any:
     )
     if model.has_state:
         cache.mamba_cache_mode = model.mamba_mode
-        cache.mamba_block_size = model.block_size if model.mamba_mode == "align" else setup.max_model_len
-    ranks = setup.tp * setup.pp
+    ranks = setup.tp * setup.pp * setup.pcp
     vllm_config = config_of(
         folder,
         cache,
@@ -101,6 +100,8 @@ def make_config(setup: Setup, folder: Path) -> Any:
         parallel_config=ParallelConfig(
             tensor_parallel_size=setup.tp,
             pipeline_parallel_size=setup.pp,
+            decode_context_parallel_size=setup.dcp if setup.pcp == 1 else 1,
+            cp_kv_cache_interleave_size=setup.interleave,
             distributed_executor_backend=RankExecutor if ranks > 1 else UniProcExecutor,
             worker_cls="tests.vllm.rank.Rank",
         ),
@@ -110,8 +111,19 @@ def make_config(setup: Setup, folder: Path) -> Any:
     )
     vllm_config.cache_config.kv_cache_layout = setup.layout
     vllm_config.cache_config.block_size = model.block_size
+    # With latents on CPUs vLLM switches both off, and then allows no size of blocks for states.
+    vllm_config.cache_config.enable_prefix_caching = setup.prefix_caching
+    vllm_config.scheduler_config.enable_chunked_prefill = True
+    vllm_config.scheduler_config.max_num_batched_tokens = setup.max_num_batched_tokens
+    if model.has_state:
+        of_states = model.block_size if model.mamba_mode == "align" else setup.max_model_len
+        vllm_config.cache_config.mamba_block_size = of_states
     vllm_config.parallel_config.worker_cls = "tests.vllm.rank.Rank"
     vllm_config.parallel_config.data_parallel_index = setup.replica
+    # On CPUs vLLM has only the runner that does not support it.
+    vllm_config.parallel_config.prefill_context_parallel_size = setup.pcp
+    vllm_config.parallel_config.world_size = ranks
+    vllm_config.parallel_config.decode_context_parallel_size = setup.dcp
     if setup.drafts:
         vllm_config.speculative_config.method = "eagle"  # whose own model would need weights
     return vllm_config

@@ -98,12 +98,15 @@ class Attention:
         heads = slice(0, 1) if self.is_mla else share(self.heads, place)
         kernel = int(view.shape[2] * self.tokens_per_state)
         ratio = self.block_size // kernel
+        shares, run = place.dcp_size if self.spec(place.tp_size).dcp_sharded else 1, place.interleave
         for entry in range(int(start / self.tokens_per_state), int(end / self.tokens_per_state)):
             token = int(entry * self.tokens_per_state)
-            block = ids[token // self.block_size - first // self.block_size]
-            if block in (None, 0):
+            # vLLM's formula for slots, from `v1/worker/block_table.py` of 0.33.0, lines 351 to 375.
+            virtual = self.block_size * shares
+            block, inside = ids[token // virtual - first // virtual], token % virtual
+            if block in (None, 0) or inside // run % shares != place.rank % shares:
                 continue
-            inside = token % self.block_size
+            inside = inside // (shares * run) * run + inside % run
             within = int((inside % kernel) / self.tokens_per_state)
             if self.tokens_per_state < 1:
                 within += entry % int(1 / self.tokens_per_state)

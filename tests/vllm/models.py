@@ -34,6 +34,7 @@ class Attention:
         is_mla: One latent vector for all heads, the same on every rank.
         kernel_block: Tokens of the kernel's blocks, where they are smaller than vLLM's.
         is_draft: Of a model that guesses (EAGLE, MTP): what it stores for a token depends on the one that follows.
+        is_whole: Ranks that share other layers' tokens hold all of this one's.
     """
 
     heads: int = 4
@@ -42,6 +43,7 @@ class Attention:
     is_mla: bool = False
     kernel_block: int | None = None
     is_draft: bool = False
+    is_whole: bool = False
 
 
 @dataclass(frozen=True, slots=True)

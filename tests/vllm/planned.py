@@ -36,6 +36,8 @@ def vllm_config(
     block_size: int = 16,
     tp: int = 1,
     pp: int = 1,
+    dcp: int = 1,
+    interleave: int = 1,
     num_blocks: int = 40,
     mamba_mode: str | None = None,
     cache_dtype: str = "auto",
@@ -57,7 +59,11 @@ def vllm_config(
         max_seqs=4,
         max_batched=MAX_LEN,
         parallel_config=ParallelConfig(
-            tensor_parallel_size=tp, pipeline_parallel_size=pp, distributed_executor_backend="mp"
+            tensor_parallel_size=tp,
+            pipeline_parallel_size=pp,
+            decode_context_parallel_size=dcp,
+            cp_kv_cache_interleave_size=interleave,
+            distributed_executor_backend="mp",
         ),
         kv_transfer_config=KVTransferConfig(
             kv_connector="AsyncKVConnector",
@@ -76,7 +82,9 @@ def plan(
 ) -> list[Planned]:
     """Plan and allocate the caches of an engine, of every worker's specifications: stages first, then ranks."""
     made = planned(config, specs, 1 << 40)
-    tp, pp = config.parallel_config.tensor_parallel_size, config.parallel_config.pipeline_parallel_size
+    parallel = config.parallel_config
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    shares = {"dcp_size": parallel.decode_context_parallel_size, "interleave": parallel.cp_kv_cache_interleave_size}
     out = []
     for rank, one in enumerate(made):
         sizes = list(kernel_sizes) if kernel_sizes is not None else None
@@ -84,5 +92,5 @@ def plan(
         for alias, layer in (shared or {}).items():
             if layer in tensors:
                 tensors[alias] = tensors[layer]
-        out.append(Planned(Place(rank % tp, tp, rank // tp, pp), one, tensors))
+        out.append(Planned(Place(rank % tp, tp, rank // tp, pp, **shares), one, tensors))
     return out

@@ -74,8 +74,12 @@ class Rank(WorkerBase):
                 parallel.world_size, self.rank, self.distributed_init_method, self.rank, "gloo"
             )
             parallel_state.ensure_model_parallel_initialized(
-                parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+                parallel.tensor_parallel_size,
+                parallel.pipeline_parallel_size,
+                parallel.prefill_context_parallel_size,
+                parallel.decode_context_parallel_size,
             )
+        self.dcp = parallel_state.get_dcp_group()
         self.tp, self.tp_rank = parallel.tensor_parallel_size, parallel_state.get_tp_group().rank_in_group
         pipeline = parallel_state.get_pp_group()
         self.layers = self.model.stage(pipeline.rank_in_group, pipeline.world_size)
@@ -100,10 +104,10 @@ class Rank(WorkerBase):
         if isinstance(layer, Mamba):
             return self._mamba_spec(layer)
         if layer.is_mla:
-            return MLAAttentionSpec(
-                block_size=block_size, num_kv_heads=1, head_size=layer.size, dtype=torch.bfloat16, max_tp_shards=1
-            )
+            fields = {"num_kv_heads": 1, "head_size": layer.size, "max_tp_shards": 1, "dcp_sharded": not layer.is_whole}
+            return MLAAttentionSpec(block_size=block_size, dtype=torch.bfloat16, **fields)
         fields = {
+            "dcp_sharded": not layer.is_whole and layer.window is None,
             "block_size": block_size,
             "num_kv_heads": max(1, layer.heads // self.tp),
             "head_size": layer.size,
@@ -132,7 +136,8 @@ class Rank(WorkerBase):
             )
         kinds = MambaAttentionBackendEnum
         attention = next(each for each in self.model.layers if isinstance(each, Attention))
-        page = self.model.block_size * max(1, attention.heads // self.tp) * attention.size * 4
+        each = 2 if attention.is_mla else 4
+        page = self.model.block_size * max(1, attention.heads // self.tp) * attention.size * each
         return MambaSpec(
             block_size=self.vllm_config.cache_config.mamba_block_size,
             shapes=shapes,
@@ -173,7 +178,10 @@ class Rank(WorkerBase):
     def get_kv_connector_handshake_metadata(self) -> dict[tuple[int, int], Any] | None:
         if not has_kv_transfer_group() or (metadata := get_kv_transfer_group().get_handshake_metadata()) is None:
             return None
-        return {(parallel_state.get_pp_group().rank_in_group, self.tp_rank): metadata}
+        parallel, place = self.vllm_config.parallel_config, self.tp_rank
+        if parallel.prefill_context_parallel_size > 1 and parallel.decode_context_parallel_size > 1:
+            place += parallel_state.get_pcp_group().rank_in_group * self.tp  # as `gpu_worker.Worker` does
+        return {(parallel_state.get_pp_group().rank_in_group, place): metadata}
 
     # -- a step
 
@@ -295,7 +303,7 @@ class Rank(WorkerBase):
                 seen = begin if layer.window is None else min(begin, layer.window - 1)
                 tokens = after if layer.is_draft else sequence.tokens
                 self._attend(name, number, layer, cache, blocks, tokens[begin - seen : begin], begin - seen)
-                at, offsets, written = self._place(number, layer, cache, blocks, tokens[begin:end], begin)
+                at, offsets, written, _ = self._place(number, layer, cache, blocks, tokens[begin:end], begin)
                 cache[at, :, offsets] = written
             else:
                 self._recur(name, number, layer, cache[:, 0, 0], blocks, sequence.tokens, begin, end)
@@ -304,18 +312,24 @@ class Rank(WorkerBase):
 
     def _place(
         self, number: int, layer: Attention, cache: Any, blocks: Sequence[int], tokens: Sequence[int], first: int
-    ) -> tuple[Any, Any, npt.NDArray[np.uint8]]:
-        """Where tokens lie, and what is to be found there: (token, head, byte)."""
+    ) -> tuple[Any, Any, npt.NDArray[np.uint8], Any]:
+        """Where tokens lie on this rank, what is to be found there: (token, head, byte), and which tokens these are."""
         size = cache.shape[2]
         ratio = cache.shape[0] // self.config.num_blocks
         positions = np.arange(first, first + len(tokens))
-        table = np.asarray(blocks, dtype=np.int64)
-        at = table[positions // (size * ratio)] * ratio + positions // size % ratio
+        # vLLM's formula for slots, from `v1/worker/block_table.py` of 0.33.0, lines 351 to 375.
+        shares = 1 if layer.is_whole or layer.window is not None else self.dcp.world_size
+        run = self.vllm_config.parallel_config.cp_kv_cache_interleave_size
+        virtual = positions // (size * ratio * shares)
+        offsets = positions - virtual * size * ratio * shares
+        here = offsets // run % shares == (self.dcp.rank_in_group if shares > 1 else 0)
+        local = (offsets // (shares * run) * run + offsets % run)[here]
+        at = np.asarray(blocks, dtype=np.int64)[virtual[here]] * ratio + local // size
         mine = cache.shape[1]
         whole = 1 if layer.is_mla else layer.heads
         heads = [self.tp_rank * whole // self.tp + head for head in range(mine)]
         words = attention_words(number, heads if whole > 1 else [0], first, tokens, cache.shape[3] // 8)
-        return at, positions % size, words.view(np.uint8).transpose(1, 0, 2)
+        return at, local % size, words.view(np.uint8).transpose(1, 0, 2)[here], positions[here]
 
     def _attend(
         self,
@@ -329,13 +343,13 @@ class Rank(WorkerBase):
     ) -> None:
         if not tokens:
             return
-        at, offsets, expected = self._place(number, layer, cache, blocks, tokens, first)
+        at, offsets, expected, positions = self._place(number, layer, cache, blocks, tokens, first)
         good = (cache[at, :, offsets] == expected).all(axis=(1, 2))
         if not good.all():
             bad = np.flatnonzero(~good)
             self._complain(
-                f"{name}: layer {number} holds wrong bytes for {len(bad)} of {len(tokens)} tokens from {first} on, "
-                f"first for {first + int(bad[0])} in block {int(at[bad[0]])}"
+                f"{name}: layer {number} holds wrong bytes for {len(bad)} of {len(at)} tokens from {first} on, "
+                f"first for {positions[bad[0]]} in block {int(at[bad[0]])}"
             )
 
     def _recur(

@@ -109,6 +109,8 @@ class Side:
         drafts: int | None = None,
         is_connected: bool = True,
         connector: str = "AsyncKVConnector",
+        pcp: int = 1,
+        dcp: int = 1,
     ) -> None:
         self.name = name
         ours = {
@@ -146,6 +148,8 @@ class Side:
             drafts=drafts,
             kv_transfer_config=KVTransferConfig(**common, **transfer),
         )
+        self.config.parallel_config.prefill_context_parallel_size = pcp
+        self.config.parallel_config.decode_context_parallel_size = dcp
         cache.block_size = specs[0].block_size
         cache.num_gpu_blocks = num_blocks
         layers = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
@@ -163,7 +167,7 @@ class Side:
         self.connector = self.scheduler.connector
         self.free_blocks = self.num_free()
         if is_connected:
-            self.connect()
+            self.connect(ranks=[(0, rank) for rank in range(dcp)])
 
     # -- parts
 

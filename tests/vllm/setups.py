@@ -44,6 +44,9 @@ class Setup:
     connector: Connector | None = field(default_factory=Connector)
     tp: int = 1
     pp: int = 1
+    pcp: int = 1
+    dcp: int = 1
+    interleave: int = 1
     num_blocks: int = 128
     max_model_len: int = 1024
     max_num_seqs: int = 64

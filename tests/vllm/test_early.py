@@ -49,12 +49,36 @@ def no_keys(config: Any) -> None:
     config.kv_transfer_config.kv_connector_extra_config = extra
 
 
-def dcp(config: Any) -> None:
-    config.parallel_config.decode_context_parallel_size = 2
-
-
 def pcp(config: Any) -> None:
     config.parallel_config.prefill_context_parallel_size = 2
+
+
+def pcp_and_dcp(config: Any) -> None:
+    pcp(config)
+    config.parallel_config.decode_context_parallel_size = 2
+    config.kv_transfer_config.kv_role = "kv_producer"
+
+
+def child_of_another_role(config: Any) -> None:
+    pcp(config)
+    ours = {"kv_connector": "AsyncKVConnector", "kv_role": "kv_both"}
+    within(config, "MultiConnector", {"connectors": [ours]}, "kv_producer")
+
+
+def dual(config: Any) -> None:
+    config.parallel_config.decode_context_parallel_size = 2
+    within(config, "DualConnector", {})
+
+
+def offload(config: Any) -> None:
+    config.parallel_config.decode_context_parallel_size = 2
+    extra = {"spec_name": "AsyncKVOffloadingSpec", "host_bytes": 1 << 30, "directory": "/none", "file_bytes": 1 << 30}
+    within(config, "OffloadingConnector", extra)
+
+
+def within(config: Any, name: str, extra: dict[str, Any], role: str = "kv_both") -> None:
+    transfer = config.kv_transfer_config
+    transfer.kv_connector, transfer.kv_connector_extra_config, transfer.kv_role = name, extra, role
 
 
 @pytest.mark.parametrize(
@@ -62,8 +86,11 @@ def pcp(config: Any) -> None:
     [
         (lese, "no option 'lese'; did you mean 'lease'"),
         (no_keys, "/none"),
-        (dcp, "--decode-context-parallel-size 2"),
-        (pcp, "--prefill-context-parallel-size 2"),
+        (pcp, "--prefill-context-parallel-size 2 with kv_role 'kv_both'"),
+        (child_of_another_role, "--prefill-context-parallel-size 2 with kv_role 'kv_both'"),
+        (pcp_and_dcp, "--decode-context-parallel-size 2, --tensor-parallel-size 2: tokens are shared"),
+        (dual, "--decode-context-parallel-size 2: DualConnector"),
+        (offload, "--decode-context-parallel-size 2: a record in a directory"),
     ],
 )
 def test_a_mistake_is_refused_before_a_model_is_loaded(tmp_path: Path, spoil: Any, says: str) -> None:

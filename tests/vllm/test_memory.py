@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,8 @@ class Side:
     layers: Layers
     tp: int = 1
     pp: int = 1
+    dcp: int = 1
+    interleave: int = 1
     layout: str = "LBHNC"
     kernel_sizes: Sequence[int] | None = None
     kv_heads: int = 8
@@ -72,6 +75,8 @@ class Engine:
             block_size=block_size,
             tp=side.tp,
             pp=side.pp,
+            dcp=side.dcp,
+            interleave=side.interleave,
             num_blocks=NUM_BLOCKS,
             mamba_mode=states[0].mode if states else None,
             num_key_value_heads=side.kv_heads,
@@ -104,7 +109,8 @@ class Engine:
     def size(self, group: int) -> int:
         """Tokens per block of a group; 0 for one state per request."""
         layer = self.kind(group)
-        return 0 if isinstance(layer, Recurrent) and layer.mode == "none" else layer.block_size
+        shares = self.side.dcp if self.groups[group].kv_cache_spec.dcp_sharded else 1
+        return 0 if isinstance(layer, Recurrent) and layer.mode == "none" else layer.block_size * shares
 
     def kind(self, group: int) -> Attention | Recurrent:
         name = next(n for r in self.ranks for n in r.config.kv_cache_groups[group].layer_names)
@@ -145,7 +151,9 @@ def engines(tmp_path: Path, prefill: Side, decode: Side) -> Iterator[tuple[Engin
         yield Engine("prefill", prefill, tmp_path / "a", stack), Engine("decode", decode, tmp_path / "b", stack)
 
 
-def check_moved(tmp_path: Path, prefill: Side, decode: Side, num_tokens: int = 150, cached: int = 0) -> None:
+def check_moved(
+    tmp_path: Path, prefill: Side, decode: Side, num_tokens: int = 150, cached: int = 0, clears: bool = False
+) -> None:
     """Lend a request, pull it on all ranks, and compare every byte of their memories with what it should be."""
     tmp_path.mkdir(exist_ok=True)
     chosen = random.Random(num_tokens)
@@ -163,12 +171,18 @@ def check_moved(tmp_path: Path, prefill: Side, decode: Side, num_tokens: int = 1
             fill(target, rank, seed=2 + rank)
             before = target.storage(rank).clone()
             write(target, rank, truths, ours, cached, (source, num_tokens))
+            if clears:
+                write(target, rank, {n: torch.zeros_like(t) for n, t in truths.items()}, ours, num_tokens, None)
             expected.append(target.storage(rank).clone())
             target.storage(rank).copy_(before)
         params = lend(source, theirs, num_tokens)
         for rank, thread in enumerate(target.threads):
             result = thread.call(thread.engine.pull("request", ours, params), 30.0)
             assert result.num_tokens == num_tokens
+            if clears:
+                one = target.ranks[rank]
+                needs = SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=one.config.kv_cache_groups)
+                Tails.of(needs, one.tensors, ModelFacts()).clear(result.padding)
             same = torch.equal(target.storage(rank), expected[rank])
             assert same, where_differs(target, rank, expected[rank])
 
@@ -179,6 +193,7 @@ def lend(source: Engine, blocks: Any, num_tokens: int) -> dict[str, Any]:
         [thread.engine.endpoint for thread in source.threads],
         tp_size=source.side.tp,
         pp_size=source.side.pp,
+        num_token_shards=source.threads[0].engine.registration.layout.num_token_shards,
         null_block=0,
     )
     params = group.make_params("request", blocks, num_tokens=num_tokens, written=True)
@@ -233,7 +248,7 @@ def write(
                 assert block is not None
                 layer.write(planned.tensors[name], truths[name], planned.place, block)
                 continue
-            size, begin = layer.block_size, start
+            size, begin = engine.size(index), start
             end = (first // size + len(ids)) * size
             if reads is not None:
                 # Whole kernel blocks of both sides, as far as both have them.
@@ -241,6 +256,8 @@ def write(
                 sizes = [
                     int(e.ranks[0].tensors[n].shape[2] * layer.tokens_per_state) for e, n in both(engine, source, name)
                 ]
+                # Where ranks share tokens, no others are read.
+                sizes += [1] * (engine.side.dcp * source.side.dcp > 1)
                 end = min(ceil(num_tokens / each) * each for each in sizes)
                 if layer.window:
                     begin = max(begin, num_tokens - layer.window)
@@ -390,6 +407,34 @@ def test_kernel_blocks(tmp_path: Path, theirs: tuple[int, int], ours: tuple[int,
 @pytest.mark.parametrize("cached", [16, 144])
 def test_only_what_the_prefix_cache_lacks(tmp_path: Path, cached: int) -> None:
     check_moved(tmp_path, Side(WINDOWS), Side(WINDOWS, tp=2), cached=cached)
+
+
+WHOLE = {**MLA, "model.layers.9.self_attn.attn": Attention(head_size=48, is_mla=True, more={"dcp_sharded": False})}
+
+
+@pytest.mark.parametrize("cached", [0, 77])
+@pytest.mark.parametrize(("theirs", "ours"), [((1, 1), (4, 2)), ((4, 1), (1, 1)), ((2, 16), (4, 1)), ((4, 4), (4, 8))])
+@pytest.mark.parametrize("layers", [MLA, WHOLE, "mqa"], ids=["mla", "draft", "mqa"])
+def test_tokens_that_ranks_share(
+    tmp_path: Path, layers: Any, theirs: tuple[int, int], ours: tuple[int, int], cached: int
+) -> None:
+    layers = dict.fromkeys(LAYERS[:2], OTHERS["mqa"]) if layers == "mqa" else layers
+    # vLLM says that a draft is whole only where others are not.
+    alone = {n: dataclasses.replace(x, more={}) for n, x in layers.items()}
+    sides = [
+        Side(layers if dcp > 1 else alone, tp=dcp, dcp=dcp, interleave=run, kv_heads=1) for dcp, run in (theirs, ours)
+    ]
+    check_moved(tmp_path, sides[0], sides[1], cached=cached, clears=True)
+
+
+@pytest.mark.parametrize("cached", [0, 70])
+def test_tokens_that_ranks_share_in_kernel_blocks_and_stages(tmp_path: Path, cached: int) -> None:
+    names, layers = list(MLA), of_size(MLA, 32)
+    common: dict[str, Any] = {"tp": 4, "kernel_sizes": [16], "kv_heads": 1}
+    here = Side(layers, dcp=2, pp=2, stages=[names[:1], names[1:]], **common)
+    there = Side(layers, dcp=4, interleave=32, **common)
+    check_moved(tmp_path / "there", there, here, cached=cached, clears=True)
+    check_moved(tmp_path / "here", here, there, cached=cached, clears=True)
 
 
 OTHERS: Mapping[str, Attention] = {
@@ -580,9 +625,15 @@ def test_what_cannot_be_moved_is_refused_by_name(tmp_path: Path) -> None:
     group.host_resident = True
     with pytest.raises(ConfigError, match=f"{name}.*host memory.*hisparse_config"):
         check_supported(config, planned.config)
-    config.parallel_config.decode_context_parallel_size = 2
-    with pytest.raises(ConfigError, match="--decode-context-parallel-size 2"):
+    config.parallel_config.prefill_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="--prefill-context-parallel-size 2"):
         check_supported(config, planned.config)
+
+
+def test_blocks_with_an_order_of_their_own_are_refused_to_ranks_that_share_tokens(tmp_path: Path) -> None:
+    planned, facts = one_rank(tmp_path, DENSE), ModelFacts(layers={n: Layer("CPU_ATTN", "amx") for n in DENSE})
+    with pytest.raises(ConfigError, match=r"CPU_ATTN amx.*share of 2.*--decode-context-parallel-size"):
+        register(planned.config, planned.tensors, Place(1, 2, dcp_size=2), facts)
 
 
 def test_groups_that_are_not_for_transfers_are_not_counted(tmp_path: Path) -> None:

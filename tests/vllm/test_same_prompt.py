@@ -275,6 +275,13 @@ def test_a_prompt_of_which_log_probabilities_are_asked_for_is_counted() -> None:
     counted(side, "prompt_logprobs")
 
 
+def test_a_prompt_in_an_engine_that_shares_prefills_is_counted() -> None:
+    side, prompt = Side(role="kv_producer", pcp=2), prompt_of(100)
+    side.add("a", prompt, brought(prompt), 1)
+    counted(side, "prefill_only")
+    assert side.prefill("b", prompt)["do_remote_prefill"]
+
+
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_completions_that_the_prefix_cache_does_not_serve_are_counted(prefix_caching: bool) -> None:
     side, prompt = Side(prefix_caching=prefix_caching), prompt_of(100)

@@ -57,6 +57,23 @@ def is_clean(side: Side) -> bool:
 # -- the prefill engine -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("groups", [DENSE, HYBRID], ids=["dense", "hybrid"])
+@pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 150])
+def test_blocks_are_counted_with_the_tokens_of_all_ranks_that_share_them(
+    groups: tuple[Group, ...], num_tokens: int
+) -> None:
+    # Guessed tokens may have a block beyond those of the prompt.
+    prefill, side = Side(groups, name="prefill", dcp=4, drafts=3 if groups == DENSE else None), Side(groups, dcp=2)
+    prompt = prompt_of(num_tokens + prefill.half.shape.back_off)
+    params = prefill.prefill("a", prompt)
+    lent = decode_params(params["asynckv"])
+    assert (lent.tp_size, lent.num_token_shards, lent.num_tokens) == (4, 4, num_tokens)
+    assert sum(count for _, count in lent.groups[0].runs) == -(-num_tokens // 64)
+    side.add("b", prompt, params, 2)
+    (first, blocks) = side.step().only(Pull).groups[0]
+    assert (first, len(blocks)) == (0, -(-num_tokens // 32))
+
+
 @SHAPES
 def test_a_prefilled_request_is_lent_with_the_next_step_and_freed_when_it_is_sent(groups: tuple[Group, ...]) -> None:
     side, prompt = Side(groups), prompt_of(100)

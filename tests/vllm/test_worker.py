@@ -436,11 +436,40 @@ def test_each_worker_of_a_host_has_a_port_of_its_own(tmp_path: Path, replica: in
     assert half._config.bind == f"tcp://127.0.0.1:{7000 + 4 * replica + rank}"
 
 
+@pytest.mark.parametrize(("tp", "pcp", "dcp"), [(2, 2, 1), (1, 2, 2)])
+def test_of_replicas_the_first_alone_has_an_engine(tmp_path: Path, tp: int, pcp: int, dcp: int) -> None:
+    config = vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS, tp=tp)
+    layers = {name: Attention(is_mla=True) for name in LAYERS}
+    (planned,) = plan(
+        vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS), [{n: x.spec(1) for n, x in layers.items()}]
+    )
+    parallel = config.parallel_config
+    parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size = pcp, dcp
+    config.kv_transfer_config.kv_role = "kv_producer"
+    places, ports = [], set()
+    for parallel.rank in range(tp * pcp):
+        half = WorkerHalf(Options.parse({"metrics": {"port": 7000}}), config, planned.config)
+        ports.add(half._number)
+        half._metrics = None
+        half.register_kv_caches(planned.tensors)
+        if (address := half.address()) is not None:
+            layout = half._thread.engine.registration.layout if half._thread is not None else None
+            assert layout is not None
+            places.append((address.endpoint["tp_rank"], layout.tp_size, str(layout.shard(0))))
+        else:
+            half.start_load(StepOrders([Lend({"request_id": "a"}), Cancel("b", {})]))
+            assert half.take_results().finished_sending == {"a"}
+            assert not half.take_results().finished_sending
+        half.shutdown()
+    assert ports == set(range(tp * pcp))
+    assert places == [(r, 2, "all tokens" if dcp == 1 else f"tokens {r} of 2 by 1") for r in range(2)]
+
+
 def test_what_is_unsupported_is_refused_in_the_constructor(tmp_path: Path) -> None:
     config = vllm_config(tmp_path / "model", num_blocks=NUM_BLOCKS)
     (planned,) = plan(config, [{n: x.spec(1) for n, x in LAYERS.items()}])
-    config.parallel_config.decode_context_parallel_size = 2
-    with pytest.raises(ConfigError, match="--decode-context-parallel-size 2"):
+    config.parallel_config.prefill_context_parallel_size = 2
+    with pytest.raises(ConfigError, match="--prefill-context-parallel-size 2"):
         WorkerHalf(Options(), config, planned.config)
 
 

@@ -28,10 +28,39 @@ class UnknownStructure(Exception): ...
 
 @dataclass(frozen=True, slots=True)
 class Place:
+    """A worker's place: among the ranks that cut layers (TP), in the pipeline, and in context parallelism.
+
+    `pcp_size` groups of TP ranks share the computation of a prefill. They hold replicas, unless DCP goes over all of
+    them. `dcp_size` ranks share the tokens of blocks.
+    """
+
     tp_rank: int = 0
     tp_size: int = 1
     pp_stage: int = 0
     pp_size: int = 1
+    pcp_rank: int = 0
+    pcp_size: int = 1
+    dcp_size: int = 1
+    interleave: int = 1  # number of consecutive tokens on one of the ranks that share them
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among the ranks of its stage that readers meet."""
+        return self.pcp_rank if self._is_shared_over_pcp else self.tp_rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of a stage that readers meet."""
+        return self.pcp_size if self._is_shared_over_pcp else self.tp_size
+
+    @property
+    def is_replica(self) -> bool:
+        """True if another rank, which readers meet, holds the same as this one."""
+        return self.pcp_rank > 0 and not self._is_shared_over_pcp
+
+    @property
+    def _is_shared_over_pcp(self) -> bool:
+        return self.pcp_size > 1 and self.dcp_size > 1
 
     def share(self, size: int) -> Range:
         """Return this rank's range if every rank holds `size` different entries."""

@@ -131,6 +131,14 @@ def layer_specs(group: Any) -> Mapping[str, Any]:
     return dict.fromkeys(group.layer_names, spec)
 
 
+def num_token_shards(spec: Any, dcp_size: int) -> int:
+    """Return the number of ranks that share the tokens of a group's blocks, out of the engine's `dcp_size`."""
+    if dcp_size == 1:
+        return 1
+    (is_shared,) = needed("caches", spec, ("dcp_sharded",), "whether ranks share their tokens")
+    return dcp_size if is_shared else 1
+
+
 def quantisation(spec: Any) -> str:
     (mode,) = needed("caches", spec, ("kv_quant_mode",), "how their bytes are quantised")
     return "" if mode.name == "NONE" else str(mode.name).lower()

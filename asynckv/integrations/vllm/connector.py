@@ -36,7 +36,7 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._worker: Any = None
         if role is compat.KVConnectorRole.SCHEDULER:
             check_supported(vllm_config, kv_cache_config)
-            if not transfer.is_kv_consumer:
+            if not transfer.is_kv_consumer and vllm_config.parallel_config.prefill_context_parallel_size == 1:
                 # With overlapping steps vLLM keeps freed blocks from a load until no step writes them, but only in
                 # a consumer. Any of our engines may read, so every one has to be a consumer.
                 transfer.kv_role = "kv_both"

@@ -59,32 +59,51 @@ def check(vllm_config: Any) -> None:
     """Raise `ConfigError` if a connector of asynckv could not start with a configuration. Others are not looked at."""
     if (transfer := vllm_config.kv_transfer_config) is None:
         return
-    for name, extra in _connectors(transfer.kv_connector, transfer.kv_connector_extra_config):
+    parallel = vllm_config.parallel_config
+    for name, extra, role in _connectors(transfer.kv_connector, transfer.kv_connector_extra_config, transfer.kv_role):
         if name == "AsyncKVConnector":
-            check_parallel(vllm_config.parallel_config)
+            check_parallel(parallel, role)
             Options.parse(extra).check_addresses()
+        elif name == "DualConnector":
+            refuse_shares(parallel, f"{name} counts NixlConnector's blocks by its own")
         elif extra.get("spec_name") == "AsyncKVOffloadingSpec":
-            parse(extra, "checked", 1)
+            if parse(extra, "checked", 1).directory:
+                refuse_shares(parallel, "a record in a directory does not say --cp-kv-cache-interleave-size")
 
 
-def _connectors(name: Any, extra: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yield each connector's name and options, also of those within another. Connectors refuse other forms by name."""
+def _connectors(name: Any, extra: Any, role: Any) -> Iterator[tuple[Any, Mapping[str, Any], Any]]:
+    """Yield each connector's name, options and role, also of those within another. They refuse other forms by name."""
     if not isinstance(extra, Mapping):
         return
-    yield name, extra
+    yield name, extra, role
     if name == "DualConnector":
-        yield from _connectors("AsyncKVConnector", extra.get("asynckv", {}))
+        yield from _connectors("AsyncKVConnector", extra.get("asynckv", {}), role)
     within = extra.get("connectors", ()) if name == "MultiConnector" else ()
     for each in within if isinstance(within, list | tuple) else ():
         if isinstance(each, Mapping):
-            yield from _connectors(each.get("kv_connector"), each.get("kv_connector_extra_config", {}))
+            inner = each.get("kv_connector"), each.get("kv_connector_extra_config", {}), each.get("kv_role", role)
+            yield from _connectors(*inner)
 
 
-def check_parallel(parallel: Any) -> None:
-    """Raise `ConfigError` for blocks with tokens of several ranks."""
+def check_parallel(parallel: Any, role: str) -> None:
+    """Raise `ConfigError` for a mix of parallel ranks, or a role of theirs, that cannot be served."""
+    pcp, dcp = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
+    if pcp == 1:
+        return
+    if role != "kv_producer":
+        raise ConfigError(
+            f"--prefill-context-parallel-size {pcp} with kv_role {role!r}: ranks that share prefills only lend; set "
+            f"kv_role to 'kv_producer', or leave the size at 1"
+        )
+    if dcp > 1 and (dcp != pcp or parallel.tensor_parallel_size > 1):
+        raise ConfigError(
+            f"--prefill-context-parallel-size {pcp}, --decode-context-parallel-size {dcp}, --tensor-parallel-size "
+            f"{parallel.tensor_parallel_size}: tokens are shared among all of one axis only; set the second size to 1, "
+            f"or to {pcp} with a tensor-parallel size of 1"
+        )
+
+
+def refuse_shares(parallel: Any, why: str) -> None:
     for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if (size := getattr(parallel, option, 1)) > 1:
-            raise ConfigError(
-                f"--{option.replace('_', '-')} {size}: blocks with tokens of several ranks cannot be moved; "
-                f"leave it at 1 with AsyncKVConnector"
-            )
+        if (size := getattr(parallel, option)) > 1:
+            raise ConfigError(f"--{option.replace('_', '-')} {size}: {why}; leave it at 1")

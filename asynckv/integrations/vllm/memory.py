@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from asynckv.edges.torch import TensorPart, identity, register_parts
 from asynckv.errors import ConfigError
 from asynckv.geometry.check import Registration
-from asynckv.geometry.layout import ONE_PER_REQUEST, Group
+from asynckv.geometry.layout import ONE_PER_REQUEST, Group, TokenShard
 from asynckv.geometry.pairing import Padding
 from asynckv.integrations.vllm import compat
 from asynckv.integrations.vllm.caches import (
@@ -100,20 +100,23 @@ class ModelFacts:
 
 def place_of(vllm_config: Any) -> Place:
     """Return a worker's place from its process groups, or from its rank if there are none."""
-    parallel = vllm_config.parallel_config
+    parallel, state = vllm_config.parallel_config, compat.parallel_state
     tp_size, pp_size = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
-    rank = parallel.rank % (tp_size * pp_size)
-    tp_rank, pp_stage = rank % tp_size, rank // tp_size
-    if compat.parallel_state is not None and compat.parallel_state.model_parallel_is_initialized():
-        tp, pp = compat.parallel_state.get_tp_group(), compat.parallel_state.get_pp_group()
-        if (tp.world_size, pp.world_size) == (tp_size, pp_size):
-            tp_rank, pp_stage = tp.rank_in_group, pp.rank_in_group
-    return Place(tp_rank, tp_size, pp_stage, pp_size)
+    pcp_size = parallel.prefill_context_parallel_size
+    # vLLM numbers workers by stage, then by PCP rank, then by TP rank.
+    rest, tp_rank = divmod(parallel.rank % (tp_size * pcp_size * pp_size), tp_size)
+    pp_stage, pcp_rank = divmod(rest, pcp_size)
+    if state is not None and state.model_parallel_is_initialized():
+        found = state.get_tp_group(), state.get_pp_group(), state.get_pcp_group()
+        if tuple(each.world_size for each in found) == (tp_size, pp_size, pcp_size):
+            tp_rank, pp_stage, pcp_rank = (each.rank_in_group for each in found)
+    dcp_size, interleave = parallel.decode_context_parallel_size, parallel.cp_kv_cache_interleave_size
+    return Place(tp_rank, tp_size, pp_stage, pp_size, pcp_rank, pcp_size, dcp_size, interleave)
 
 
 def check_supported(vllm_config: Any, config: Any) -> None:
     """Raise `ConfigError` for caches that cannot be moved, before they are allocated; it names the option to change."""
-    check_parallel(vllm_config.parallel_config)
+    check_parallel(vllm_config.parallel_config, vllm_config.kv_transfer_config.kv_role)
     if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not compat.tells_of_sleep():
         raise ConfigError(
             f"--enable-sleep-mode: vLLM {compat.version()} does not tell a connector that its memory goes, so "
@@ -145,12 +148,15 @@ def _check_spec(layer: str, spec: Any) -> None:
 def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: ModelFacts) -> Registration:
     """Declare a worker's KV caches, without the groups that are not transferred."""
     groups: list[Group] = []
+    shards: list[TokenShard] = []
     made: list[TensorPart] = []
     owners: dict[tuple[object, ...], str] = {}
     opaque: list[str] = []
     is_guess = False
     for index, group in enumerate(compat.transfer_groups(config)):
         ratios: dict[int, str] = {}
+        shared_by = compat.num_token_shards(group.kv_cache_spec, place.dcp_size)
+        shards.append(TokenShard(index, shared_by, place.rank % shared_by, place.interleave))
         for layer, spec in compat.layer_specs(group).items():
             _check_spec(layer, spec)
             if isinstance(spec, compat.EncoderOnlyAttentionSpec):
@@ -159,6 +165,12 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
             owners.setdefault(identity(tensor), layer)
             what = layer, spec, place, facts
             kind = _states(*what) if isinstance(spec, compat.MambaSpec) else _attention(*what)
+            if shared_by > 1 and not (isinstance(kind, Attention) and kind.is_by_token):
+                raise ConfigError(
+                    f"layer {layer!r} ({facts.backend(layer) or type(spec).__name__}) keeps an order of its own inside "
+                    f"a kernel block, so no rank can move its share of {shared_by} alone; leave "
+                    f"--decode-context-parallel-size at 1, or choose another --attention-backend"
+                )
             ratios.setdefault(_ratio(layer, spec, kind, tensor), layer)
             made += parts(layer, kind, tensor, index, place)
             if isinstance(kind, Opaque) and not kind.is_replicated:
@@ -172,7 +184,7 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
                 f"layer {layer!r} has {one} kernel blocks per block, but {second!r} of the same group has {other}; set "
                 f"--block-size to a size that all attention backends take undivided"
             )
-        groups.append(_group(index, group, config.num_blocks, next(iter(ratios), 1)))
+        groups.append(_group(index, group, config.num_blocks, next(iter(ratios), 1), shared_by))
     aliases = _aliases(tensors, {part.layer for part in made}, owners)
     if opaque:
         log.info(
@@ -190,24 +202,25 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
     registration = register_parts(
         made,
         groups=groups,
-        tp_rank=place.tp_rank,
-        tp_size=place.tp_size,
+        tp_rank=place.rank,
+        tp_size=place.size,
         pp_stage=place.pp_stage,
         pp_size=place.pp_size,
         model=facts.name,
         aliases=aliases,
+        token_shards=shards,
     )
     if not is_guess:
         return registration
     return Registration(replace(registration.layout, guessed_axis="head"), registration.owners)
 
 
-def _group(index: int, group: Any, num_blocks: int, ratio: int) -> Group:
+def _group(index: int, group: Any, num_blocks: int, ratio: int, shared_by: int) -> Group:
     specs = list(compat.layer_specs(group).values()) or [group.kv_cache_spec]
     spec = specs[0]
     if each := getattr(spec, "kv_cache_specs", None):  # this stage has none of the group's layers
         spec = next(iter(each.values()))
-    window, kind, block_size = 0, "tokens", group.kv_cache_spec.block_size
+    window, kind, block_size = 0, "tokens", group.kv_cache_spec.block_size * shared_by
     if isinstance(spec, compat.MambaSpec | compat.CircularBufferSpec):
         kind = "state"
         if isinstance(spec, compat.CircularBufferSpec) or spec.mamba_cache_mode == "none":

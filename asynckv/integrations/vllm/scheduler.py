@@ -79,6 +79,7 @@ class SchedulerHalf:
         self.options = options
         self.engine_id: str = vllm_config.kv_transfer_config.engine_id
         self.shape = Shape.of(vllm_config, kv_cache_config)
+        self._reads = vllm_config.parallel_config.prefill_context_parallel_size == 1
         self.pulls = DecodeLedger(num_ranks=1)  # vLLM joins its workers' reports
         self.loans: PrefillLedger | None = None  # None until the workers' addresses are known
         self._failing: list[str] = []
@@ -113,6 +114,7 @@ class SchedulerHalf:
             lease=self.options.lease,
             memory_epoch=max(address.memory_epoch for address in found.values()),
             pp_size=1 + max(stage for stage, _ in found),
+            num_token_shards=self.shape.num_token_shards,
             null_block=0,
         )
         if self.loans is None:
@@ -201,6 +203,8 @@ class SchedulerHalf:
 
     def _readable(self, request: Any, params: KVTransferParams) -> tuple[str, int]:
         """Return how many tokens of this prompt can be read, and the cause if not all of them can."""
+        if not self._reads:
+            return "prefill_only", 0
         if _needs_all(request):
             return "prompt_logprobs", 0  # vLLM computes every token itself
         most, every = min(params.num_tokens, request.num_tokens), params.hash_tokens

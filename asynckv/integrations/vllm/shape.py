@@ -20,7 +20,7 @@ Blocks = list[tuple[int, list[int | None]]]  # per group the first token, and id
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     index: int  # index among all of vLLM's groups
-    block_size: int  # tokens per block; for states, tokens from one kept state to the next
+    block_size: int  # tokens per block on all ranks together; for states, tokens from one kept state to the next
     is_state: bool = False
     is_window: bool = False  # True if old tokens are dropped
 
@@ -32,6 +32,7 @@ class Shape:
     groups: tuple[CacheGroup, ...]
     back_off: int  # tokens at the end of a prompt that are left to its reader
     has_drafts: bool = False  # states of all guesses are kept, and only workers know the valid one
+    num_token_shards: int = 1  # ranks that share the tokens of blocks
 
     @property
     def has_states(self) -> bool:
@@ -44,14 +45,15 @@ class Shape:
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Shape:
-        groups = []
+        groups, shards, dcp_size = [], 1, vllm_config.parallel_config.decode_context_parallel_size
         for index in compat.transfer_group_ids(kv_cache_config):
             spec = kv_cache_config.kv_cache_groups[index].kv_cache_spec
             layers = list(getattr(spec, "kv_cache_specs", {0: spec}).values())
             # A ring counts as a state, because it is one block that holds only the last tokens.
             is_ring = any(isinstance(each, compat.CircularBufferSpec) for each in layers)
             is_state = is_ring or any(isinstance(each, compat.MambaSpec) for each in layers)
-            size = ONE_PER_REQUEST if is_ring else spec.block_size
+            shared_by = compat.num_token_shards(spec, dcp_size)
+            size, shards = ONE_PER_REQUEST if is_ring else spec.block_size * shared_by, max(shards, shared_by)
             keeps_all = all(
                 isinstance(each, compat.FullAttentionSpec) and not isinstance(each, compat.RSWASpec) for each in layers
             )
@@ -60,7 +62,7 @@ class Shape:
         forgets = any(group.is_state or group.is_window for group in groups)
         # Draft layers that look ahead need the sampled tokens, not their own drafts.
         back_off = max(int(forgets), getattr(vllm_config, "num_prefill_lookahead_tokens", 1) - 1)
-        return cls(tuple(groups), back_off, vllm_config.speculative_config is not None)
+        return cls(tuple(groups), back_off, vllm_config.speculative_config is not None, shards)
 
     def num_blocks(self, num_tokens: int) -> int:
         return sum(1 if group.is_state else -(-num_tokens // group.block_size) for group in self.groups)

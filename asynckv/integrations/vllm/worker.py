@@ -46,8 +46,9 @@ class WorkerHalf:
         check_supported(vllm_config, kv_cache_config)
         use_vllm_logging()
         place, replica = place_of(vllm_config), getattr(vllm_config.parallel_config, "data_parallel_index", 0)
-        number = (replica * place.pp_size + place.pp_stage) * place.tp_size + place.tp_rank
-        self._is_first = place.pp_stage == place.tp_rank == 0
+        number = ((replica * place.pp_size + place.pp_stage) * place.pcp_size + place.pcp_rank) * place.tp_size
+        number += place.tp_rank
+        self._is_first, self._is_replica = place.pp_stage == place.rank == 0, place.is_replica
         self._config = options.engine_config(str(vllm_config.kv_transfer_config.engine_id), number)
         self._metrics, self._number = options.metrics, number
         self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
@@ -57,6 +58,7 @@ class WorkerHalf:
         self._is_suspended = False
         self._pulling: dict[str, Pull] = {}
         self._lent: set[str] = set()
+        self._unread: set[str] = set()  # lends of a replica, which readers do not meet
         self._failing: set[str] = set()  # loads that were given up before they were ordered
         self._tally = Tally()
 
@@ -66,7 +68,9 @@ class WorkerHalf:
         return shared_zeros() if is_cpu and self._config.nixl.process != "never" else None
 
     def register_kv_caches(self, kv_caches: Mapping[str, Tensor]) -> None:
-        """Declare the memory and start the engine; returns when it listens."""
+        """Declare the memory and start the engine; returns when it listens. A replica has none."""
+        if self._is_replica:
+            return
         facts, place = ModelFacts.of(self._vllm_config), place_of(self._vllm_config)
         registration = register(self._kv_cache_config, kv_caches, place, facts)
         self._tails = Tails.of(self._kv_cache_config, kv_caches, facts)
@@ -127,6 +131,9 @@ class WorkerHalf:
             self._thread.submit([CountPrompts(step.prompts)])
         if not step.orders:
             return
+        if self._is_replica:
+            self._unread.update(_request_id(order) for order in step.orders if isinstance(order, Lend))
+            return
         if self._thread is None:
             raise LocalProtocolError("orders came, but no KV caches are registered (register_kv_caches)")
         for order in step.orders:
@@ -138,8 +145,10 @@ class WorkerHalf:
 
     def take_results(self) -> Any:
         """Return the requests that ended since the last call, each once; raise `BlocksRetired` to end this process."""
-        results = KVConnectorTransferResults(finished_recving=self._failing, failed_recving=set(self._failing))
-        self._failing = set()
+        results = KVConnectorTransferResults(
+            finished_sending=self._unread, finished_recving=self._failing, failed_recving=set(self._failing)
+        )
+        self._failing, self._unread = set(), set()
         if self._thread is not None and (finished := self._thread.take_finished()):
             self._tell(finished, results)
         return results
