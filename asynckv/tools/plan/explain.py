@@ -401,10 +401,11 @@ def show(report: dict[str, Any], console: Console) -> None:
     read_by = {r["rank"]: {x["remote"] for x in r["reads"]} for r in report["ranks"]}
     for name, readers in report["owed"].items():
         kinds = grouped((name in read_by[d] if d in read_by else None, d) for d in readers)
-        notes = {True: "", False: f" (which read{'s' * (len(kinds.get(False, ())) == 1)} nothing from it)"}
+        idle = f" (which read{'s' * (len(kinds.get(False, ())) == 1)} nothing from it)"
+        notes = {True: "", None: " (not in this file)", False: idle}
         # A note covers all names before it, so ranks without one come last.
         order = sorted(kinds.items(), key=lambda each: each[0] is not False)
-        names = [f"{_names(some)}{notes.get(kind, ' (not in this file)')}" for kind, some in order]
+        names = [f"{_names(some)}{notes[kind]}" for kind, some in order]
         console.print(f"  prefill {name}: decode {', '.join(names)}")
     _show_problems(report, console)
     for warning in dict.fromkeys(w for r in report["ranks"] for w in r["warnings"]):
