@@ -67,6 +67,12 @@ def test_many_scripts_spare_an_engine_or_leave_all_to_a_hostile_peer() -> None:
     assert not replace(spared, faults=(*spared.faults, Fault("loss", 0.1, 0.1, ("d0.0",)))).spared
 
 
+def test_ranks_share_tokens_in_one_service_of_four_on_either_side_or_on_both() -> None:
+    found = Counter(tuple(size > 1 for size, _ in make_script(seed).shards.values()) for seed in range(1000))
+    assert 230 < 1000 - found[False, False] < 270
+    assert min(found.values()) > 30
+
+
 def digest(seed: int) -> str:
     outcome = simulate(seed)
     return hashlib.sha256("\n".join(outcome.events(1 << 30)).encode()).hexdigest()
