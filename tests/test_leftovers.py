@@ -77,6 +77,17 @@ def test_it_takes_those_of_the_engine_that_stored_last_and_has_left_all(tmp_path
     assert ranks(tmp_path, one) == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
+def test_ranks_that_share_tokens_are_another_engine_than_ranks_with_all_tokens(tmp_path: Path) -> None:
+    plain, sharing = forms(2, num_heads=1), forms(2, num_heads=1, shards=2)
+    for form in plain:
+        keep(tmp_path, form, stored_at=5)
+    assert ranks(tmp_path, sharing[1]) == [(1, 2)]  # its own part of the tokens is in either
+    (by_two,) = forms(2, num_heads=1, shards=2, interleave=2)[:1]
+    for form in sharing:
+        keep(tmp_path, form, stored_at=7)
+    assert ranks(tmp_path, plain[0]) == ranks(tmp_path, by_two) == [(0, 2), (1, 2)]
+
+
 @pytest.mark.parametrize("how", ["mode", "group", "name"])
 def test_it_takes_nothing_that_somebody_else_may_have_made_up(tmp_path: Path, how: str) -> None:
     (one,), (large,) = forms(1), forms(1, block_size=64)

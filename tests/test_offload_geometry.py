@@ -238,3 +238,31 @@ async def test_what_several_have_left_is_as_long_as_all_of_them_can_give() -> No
         for tokens, loaded in ((48, 48), (96, 0)):
             ids = list(range(tokens // SIZE))
             assert (await offload.load("a", [(0, ids)], chain("p", 8), num_tokens=tokens)).num_tokens == loaded
+
+
+@pytest.mark.parametrize("turn", [1, 4])
+async def test_blocks_of_ranks_that_share_tokens_are_loaded_by_these_ranks_and_by_one_with_all_tokens(
+    turn: int,
+) -> None:
+    hashes, disks = chain("p", 8), [SimDisk(64 * RECORD) for _ in range(2)]
+    truth = [np.zeros((2, 8 * SIZE, 16), np.uint8) for _ in range(2)]  # per layer: keys and values of every token
+    for tp_rank, disk in enumerate(disks):
+        layout = layout_of(tp_rank, 2, num_heads=1, shards=2, interleave=turn)
+        async with offloading(layout, seed=tp_rank, disk=disk, host_bytes=64 * RECORD) as (rank, offload):
+            await offload.store("store", [(0, list(range(8)))], hashes)
+            await until(lambda offload=offload: not offload.statistics().gauges["to_write_back"])
+            loaded = await offload.load("load", [(0, list(range(8, 16)))], hashes, num_tokens=8 * SIZE)
+            assert loaded.num_tokens == 8 * SIZE
+            held = [token for token in range(8 * SIZE) if token // turn % 2 == tp_rank]
+            for whole, array in zip(truth, rank.arrays, strict=True):
+                mine = array.reshape(2, BLOCKS, SIZE // 2, 16)
+                assert (mine[:, :8] == mine[:, 8:16]).all()
+                whole[:, held] = mine[:, :8].reshape(2, -1, 16)
+    layout, ids = layout_of(num_heads=1, block_size=2 * SIZE), [7, 3, 5, 4]
+    async with offloading(layout, seed=2, left=disks, host_bytes=1 << 20) as (rank, offload):
+        loaded = await offload.load("load", [(0, ids)], hashes, num_tokens=8 * SIZE)
+        assert loaded.num_tokens == 8 * SIZE
+        for whole, array in zip(truth, rank.arrays, strict=True):
+            assert (array.reshape(2, BLOCKS, 2 * SIZE, 16)[:, ids].reshape(2, -1, 16) == whole).all()
+    async with offloading(layout, seed=2, left=disks[:1], host_bytes=1 << 20) as (_, offload):
+        assert offload.lookup(hashes).tokens == 0, "half of the tokens are missing"

@@ -20,8 +20,9 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import UNSET
 
-from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, View, shard
+from asynckv.geometry.layout import ITEMSIZE, TOKEN, Dim, Group, Layout, Memory, Part, TokenShard, View, shard
 from asynckv.testing.fabric import Bytes, bytes_at
 
 Places = npt.NDArray[np.int64]
@@ -100,6 +101,8 @@ class Shape:
         hashes: Per group, how many hashes a block covers.
         ratios: Per group, kernel blocks per block.
         seed: Of orders and gaps.
+        shards: Number of neighbouring ranks that share the tokens of every group that can be shared.
+        turn: Consecutive tokens on one of them.
     """
 
     tp_size: int
@@ -108,6 +111,8 @@ class Shape:
     num_blocks: int
     style: str
     seed: int
+    shards: int = 1
+    turn: int = 1
 
     @property
     def align(self) -> int:
@@ -122,7 +127,16 @@ class Shape:
         return (
             f"TP {self.tp_size}, {'/'.join(map(str, self.hashes))} hashes per block, ratios "
             f"{'/'.join(map(str, self.ratios))}, {self.num_blocks} blocks, {self.style}"
+            f"{f', tokens shared by {self.shards}, {self.turn} at a time' if self.shards > 1 else ''}"
         )
+
+    def shards_of(self, model: Model, group: int) -> int:
+        """How many ranks share the tokens of a group: one where they cannot, and each has all."""
+        kind, size = model.groups[group], self.hashes[group] * model.hash_tokens
+        kernel, entry = size // self.ratios[group] // self.shards, max(part.tokens for part in kind.parts)
+        is_plain = not (kind.is_state or kind.window) and all(part.tokens for part in kind.parts)
+        is_even = size % (self.shards * self.turn) == 0 and (kernel % self.turn == 0 or self.turn % kernel == 0)
+        return self.shards if is_plain and is_even and kernel and self.turn % entry == 0 else 1
 
 
 def draw_model(rng: random.Random, hash_tokens: int = 4) -> Model:
@@ -157,7 +171,10 @@ def draw_shape(rng: random.Random, model: Model, *, tp_size: int = 0, num_blocks
     ratios = tuple(
         1 if kind.is_state else rng.choice([1, 1, many]) for kind, many in zip(model.groups, hashes, strict=True)
     )
-    return Shape(tp_size, hashes, ratios, num_blocks, rng.choice(STYLES), rng.randrange(1 << 30))
+    style, seed = rng.choice(STYLES), rng.randrange(1 << 30)
+    shared = random.Random(repr(("shards", seed)))  # what is drawn otherwise stays what it was
+    shards = shared.choice([n for n in (1, 1, 2, 4) if tp_size % n == 0])
+    return Shape(tp_size, hashes, ratios, num_blocks, style, seed, shards, shared.choice([1, 1, 2, 4]))
 
 
 def chain(name: str, count: int) -> list[str]:
@@ -181,17 +198,21 @@ def _said(hash_: str, layer: str, kind: PartKind, held: tuple[int, int], hash_to
 def layout_of(model: Model, shape: Shape, tp_rank: int = 0, *, base: int = 1 << 40) -> Layout:
     """Return one rank's layout; its memories follow each other from a base on."""
     rng, n = random.Random(shape.seed), shape.num_blocks
-    groups, views, lengths = [], list[View](), list[int]()
+    groups, views, lengths, shared = [], list[View](), list[int](), list[TokenShard]()
     pages = [0] * len(model.groups)
     for g, (kind, hashes, ratio) in enumerate(zip(model.groups, shape.hashes, shape.ratios, strict=True)):
         size = hashes * model.hash_tokens
         groups.append(Group(kind.name, size, n, ratio, "state" if kind.is_state else "tokens", kind.window))
         page, mine = 0, list[View]()
+        if (shards := shape.shards_of(model, g)) > 1:
+            shared.append(TokenShard(g, shards, tp_rank % shards, shape.turn))
         for at in range(kind.num_layers):
             parts, regions = list[Part](), list[int]()
             offset = 0
             for part in kind.parts:
-                made = _part(rng, part, size // ratio, model.heads, tp_rank, shape.tp_size)
+                # Neighbours that share tokens have the same heads.
+                place = tp_rank // shards, shape.tp_size // shards
+                made = _part(rng, part, size // ratio // shards, model.heads, *place)
                 span = _up(made.itemsize * math.prod(dim.size for dim in made.dims) + rng.choice([0, 0, 16]), 16)
                 parts.append(made)
                 regions.append(span)
@@ -221,12 +242,14 @@ def layout_of(model: Model, shape: Shape, tp_rank: int = 0, *, base: int = 1 << 
         views = [_strided(view, page // shape.ratios[view.group]) for view in views]
     bases = [base + sum(_up(each, 4096) for each in lengths[:i]) for i in range(len(lengths))]
     return Layout(
+        schema=2 if shared else 1,
         model="simulated",
         tp_rank=tp_rank,
         tp_size=shape.tp_size,
         memories=tuple(map(Memory, bases, lengths)),
         groups=tuple(groups),
         views=tuple(views),
+        token_shards=tuple(shared) or UNSET,
     )
 
 
@@ -340,7 +363,12 @@ class Cache:
         if not kind.tokens:
             return _said(hashes[-1], view.layer, kind, part.held, self.model.hash_tokens)  # the state at the end
         whole = [_said(each, view.layer, kind, part.held, self.model.hash_tokens) for each in hashes]
-        return whole[0] if len(whole) == 1 else np.concatenate(whole)
+        found = whole[0] if len(whole) == 1 else np.concatenate(whole)
+        for shared in self.layout.token_shards or ():
+            if shared.group == view.group:  # blocks begin with the first rank's tokens
+                tokens = np.arange(len(found)) * kind.tokens
+                return found[tokens // shared.interleave % shared.size == shared.rank]
+        return found
 
 
 def allocated(model: Model, shape: Shape, tp_rank: int) -> tuple[Bytes, Cache]:

@@ -5,6 +5,7 @@ A script is plain data. The same seed draws the same one, and a script can be ed
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -246,7 +247,7 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
         return Script(seed, 1, 1, 1, 12, (ask,), long, 9.0)
     prefill, decode = rng.choice([(1, 1), (1, 1), (2, 2), (1, 2), (2, 1), (3, 2), (2, 3), (4, 2)])
     shared = random.Random(repr(("shards", seed)))
-    if is_sharing := shared.random() < 0.25:
+    if is_sharing := shared.random() < 0.28:  # a quarter of all
         prefill, decode = shared.choice(
             [(2, 1), (1, 2), (2, 2), (2, 2), (4, 1), (4, 2), (2, 4), (4, 4), (3, 2), (2, 3)]
         )
@@ -299,13 +300,15 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
 
 
 def _sharing(rng: random.Random, script: Script) -> Script:
-    """Let neighbouring ranks of one side or both share tokens, if their number allows it."""
-    shards, heads = {}, script.heads
-    for role, size in (("prefill", script.prefill), ("decode", script.decode)):
-        number = rng.choice([n for n in (1, 2, 4) if size % n == 0])
-        shards[role] = number, rng.choice([n for n in (1, 2, 4) if BLOCK // number % n == 0])
-    if (size := shards["decode"][0]) > 1:
-        heads = rng.choice([n for n in (1, 2) if script.decode // size % n == 0])  # ranks share tokens of one head
+    """Let neighbouring ranks of one side or both share tokens."""
+    sizes = itertools.product(*([n for n in (1, 2, 4) if size % n == 0] for size in (script.prefill, script.decode)))
+    chosen = rng.choice([both for both in sizes if both != (1, 1)])
+    turns = [rng.choice([n for n in (1, 2, 4) if BLOCK // size % n == 0]) for size in chosen]
+    shards = dict(zip(("prefill", "decode"), zip(chosen, turns, strict=True), strict=True))
+    if chosen[1] == 1:
+        return replace(script, shards=shards)
+    # Ranks that read share the tokens of one head.
+    heads = rng.choice([n for n in (1, 2) if script.decode // chosen[1] % n == 0])
     return replace(script, shards=shards, heads=heads)
 
 

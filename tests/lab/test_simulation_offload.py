@@ -45,6 +45,11 @@ def test_many_engines_that_offload_keep_every_promise() -> None:
     for what in (*loads, "store.failed", "store.closed", "pull.done"):
         assert found.counts[what] > 0, what
     assert {fault.kind for seed in range(300) for fault in make_tier_script(seed).faults} == set(TIER_FAULTS)
+    scripts = [make_tier_script(seed) for seed in range(100, 150)]
+    shared = [
+        s for s in scripts if any(x.shards_of(s.model, g) > 1 for x in s.shapes for g in range(len(s.model.groups)))
+    ]
+    assert len(shared) > 10
 
 
 @pytest.mark.slow

@@ -69,7 +69,9 @@ def left_in(directory: Path, own: Layout, left_out: list[str]) -> Sequence[Left]
 
 
 def _engine(form: Layout) -> tuple[object, ...]:
-    return form.tp_size, form.pp_size, form.model, tuple((group.name, group.block_size) for group in form.groups)
+    shards = tuple((shard.group, shard.size, shard.interleave) for shard in form.token_shards or ())
+    groups = tuple((group.name, group.block_size) for group in form.groups)
+    return form.tp_size, form.pp_size, form.model, groups, shards
 
 
 def _folders(directory: Path) -> Iterator[Path]:
