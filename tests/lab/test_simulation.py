@@ -169,7 +169,7 @@ SLOW = {
     "one_queue_for_all": 1126,
     "one_window_for_all_peers": 740,
     "promises_cut_short_are_not_named": 168,
-    "releases_are_sent_once": 650,
+    "releases_are_sent_once": 737,
     "the_queue_lets_leases_run_out": 287,
     "what_has_ended_long_ago_is_not_lent_yet": 809,
     "withdrawing_tells_one_reader": 221,
