@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -240,6 +241,10 @@ async def test_what_several_have_left_is_as_long_as_all_of_them_can_give() -> No
             assert (await offload.load("a", [(0, ids)], chain("p", 8), num_tokens=tokens)).num_tokens == loaded
 
 
+def _is_written(offload: Offload) -> bool:
+    return not offload.statistics().gauges["to_write_back"]
+
+
 @pytest.mark.parametrize("turn", [1, 4])
 async def test_blocks_of_ranks_that_share_tokens_are_loaded_by_these_ranks_and_by_one_with_all_tokens(
     turn: int,
@@ -250,7 +255,7 @@ async def test_blocks_of_ranks_that_share_tokens_are_loaded_by_these_ranks_and_b
         layout = layout_of(tp_rank, 2, num_heads=1, shards=2, interleave=turn)
         async with offloading(layout, seed=tp_rank, disk=disk, host_bytes=64 * RECORD) as (rank, offload):
             await offload.store("store", [(0, list(range(8)))], hashes)
-            await until(lambda offload=offload: not offload.statistics().gauges["to_write_back"])
+            await until(partial(_is_written, offload))
             loaded = await offload.load("load", [(0, list(range(8, 16)))], hashes, num_tokens=8 * SIZE)
             assert loaded.num_tokens == 8 * SIZE
             held = [token for token in range(8 * SIZE) if token // turn % 2 == tp_rank]

@@ -367,7 +367,7 @@ class Cache:
         for shared in self.layout.token_shards or ():
             if shared.group == view.group:  # blocks begin with the first rank's tokens
                 tokens = np.arange(len(found)) * kind.tokens
-                return found[tokens // shared.interleave % shared.size == shared.rank]
+                found = found[tokens // shared.interleave % shared.size == shared.rank]
         return found
 
 
