@@ -69,11 +69,13 @@ def pairs(draw: st.DrawFn) -> dict[str, Any]:
     prefill, decode = draw(sharing(layers, tokens)), draw(sharing(layers, tokens))
     is_plain = all(layer.kind == "tokens" and not layer.window for layer in layers)
     entries = [math.lcm(*(p.entry for i in group.layers for p in layers[i].parts)) for group in decode.groups]
+    cached = [draw(st.integers(0, tokens // entry)) * entry for entry in entries]
     return {
         "engines": (prefill, decode),
         "tokens": tokens,
         "wanted": draw(st.integers(0, tokens)) if is_plain else tokens,
-        "cached": [draw(st.integers(0, tokens // entry)) * entry for entry in entries],
+        "cached": cached,
+        "lent_from": draw(st.integers(0, min(cached))) if is_plain else 0,
         "lean": draw(st.tuples(st.booleans(), st.booleans())),
         "rank": (draw(st.integers(0, decode.tp_size - 1)), draw(st.integers(0, decode.pp_size - 1))),
         "limits": draw(st.sampled_from([(1, 1), (7, 3), (1 << 20, 512)])),
@@ -84,7 +86,7 @@ def pairs(draw: st.DrawFn) -> dict[str, Any]:
 def judge(pair: dict[str, Any]) -> None:
     """Read a request with one decode rank, and compare every byte: direct, staged, and by packed copies."""
     (prefill, decode), tokens, rng = pair["engines"], pair["tokens"], np.random.default_rng(pair["seed"])
-    theirs = allocate(prefill, tokens, rng, [0] * len(prefill.groups), lean=pair["lean"][0])
+    theirs = allocate(prefill, tokens, rng, [pair["lent_from"]] * len(prefill.groups), lean=pair["lean"][0])
     mine = allocate(decode, tokens, rng, pair["cached"], lean=pair["lean"][1])
     cache, local = Cache(prefill.layers, 11), Rank(decode, *pair["rank"])
     remotes = ranks_of(prefill, local)
@@ -231,9 +233,9 @@ def test_a_window_that_begins_behind_the_first_of_several_stretches_misses_no_to
     read_window((12, (2, 1)), 12, 3, 12, 0, {0})
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize("here", [(8, 1), (8, 2), (4, 2), (4, 4)])
-@pytest.mark.parametrize("there", [(8, 1), (8, 2), (4, 2), (8, 4)])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("here", [(8, 1), (8, 2), (4, 2)])
+@pytest.mark.parametrize("there", [(4, 1), (8, 2), (8, 4)])
 def test_ranks_that_share_tokens_and_do_not_know_the_number_of_heads_hold_the_same_ones(
     there: tuple[int, int], here: tuple[int, int], heads: int
 ) -> None:
@@ -242,8 +244,6 @@ def test_ranks_that_share_tokens_and_do_not_know_the_number_of_heads_hold_the_sa
         group, share = GroupSpec((0,), 4 * size, 1, 12, (size, 1)), lambda held, rank, size: (rank, rank + 1, size)
         return Engine((LayerSpec("a", (part,)),), (group,), tp, declare=share, guessed_axis="head")
 
-    if any(heads > tp // size for tp, size in (there, here)):
-        return
     prefill, decode, cache = guessing(*there), guessing(*here), Cache(guessing(*there).layers, 7)
     for rank in range(decode.tp_size):
         local = Rank(decode, rank)
