@@ -338,8 +338,13 @@ def holders(mine: TokenShard, theirs: Sequence[TokenShard], place: int) -> list[
     for at, each in enumerate(theirs):
         ways.setdefault((each.size, each.interleave), {}).setdefault(each.rank, []).append(at)
     for (size, interleave), replicas in sorted(ways.items()):
-        needed = [rank for rank in range(size) if _meet(mine, TokenShard(0, size, rank, interleave))]
-        if all(rank in replicas for rank in needed):
+        needed = []
+        for rank in range(size):
+            if _meet(mine, TokenShard(0, size, rank, interleave)):
+                if rank not in replicas:
+                    break  # at once, because an untrusted peer may say any size
+                needed.append(rank)
+        else:
             return [replicas[rank][place % len(replicas[rank])] for rank in needed]
     return []
 
