@@ -283,7 +283,9 @@ class PeerTables:
         self._pairs = dict(zip(pairs, self.group_pairs, strict=True))
         for key, pair in self._pairs.items():
             if pair.is_shared:
-                pair.divide(*[all(_is_dense(share[i], share[i + 2]) for share in pairs[key]) for i in (0, 1)])
+                here = all(_is_dense(share.local_view, share.local_part) for share in pairs[key])
+                there = all(_is_dense(share.remote_view, share.remote_part) for share in pairs[key])
+                pair.divide(here, there)
         self._alike = {key: _sort_alike(pairs[key], pair.parts) for key, pair in self._pairs.items()}
         spans = [span for pair in self.group_pairs for span in self._regular_spans(pair)]
         if (rows := sum(map(self._num_rows, spans))) > MAX_ROWS:
