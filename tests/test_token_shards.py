@@ -50,11 +50,9 @@ def sharing(draw: st.DrawFn, layers: tuple[LayerSpec, ...], tokens: int) -> Engi
     for group in made.groups:
         layer = layers[group.layers[0]]
         if layer.kind == "tokens" and not layer.window:
-            here, entry = (
-                group.block_size * draw(st.sampled_from([1, 1, 3, 4])),
-                math.lcm(*(p.entry for p in layer.parts)),
-            )
-            of, kernel = draw(st.sampled_from([size, size, size, 1])), here // group.ratio
+            here = group.block_size * draw(st.sampled_from([1, 1, 3, 4]))
+            entry, kernel = math.lcm(*(p.entry for p in layer.parts)), here // group.ratio
+            of = draw(st.sampled_from([size, size, size, 1]))
             fits = [n for n in range(entry, here + 1, entry) if not here % n and (not kernel % n or not n % kernel)]
             share = (of, draw(st.sampled_from(fits[:2] + fits))) if of > 1 else (1, 1)
             group = replace(group, block_size=here * of, share=share)
@@ -113,7 +111,7 @@ def test_every_token_is_where_vllm_has_it_and_no_other_byte_is_touched(pair: dic
 @given(pair=pairs())
 @settings(max_examples=int(os.environ.get("ASYNCKV_PAIRS", "10000")), suppress_health_check=[HealthCheck.too_slow])
 def test_every_token_is_where_vllm_has_it_in_very_many_pairs(pair: dict[str, Any]) -> None:
-    """By default a tenth of the pairs that were run before the release, with `ASYNCKV_PAIRS=100000`."""
+    """By default a tenth of the pairs that are run before a release, with `ASYNCKV_PAIRS=100000`."""
     judge(pair)
 
 
