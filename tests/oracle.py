@@ -89,7 +89,7 @@ def slots(block_size: int, share: tuple[int, int], tp_rank: int) -> tuple[int, .
 
     This is the kernel of vLLM 0.33.0 that gives each position its slot, for one block and in its words:
     v1/worker/block_table.py, lines 351 to 376 (the second runner's, v1/worker/gpu/block_table.py, lines 391 to 398, is
-    the same). `dcp_rank` is `tp_rank % size`, because groups for context parallelism are neighbours.
+    the same). `dcp_rank` is `tp_rank % size`, because neighbours share (distributed/parallel_state.py, line 2256).
     """
     total_cp_world_size, interleave = share
     found = [-1] * (block_size // total_cp_world_size)

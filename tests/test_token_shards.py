@@ -29,7 +29,7 @@ from asynckv.geometry.tables import GroupPair, _Alike
 from tests import oracle
 from tests.lab.test_simulation_offload import plant
 from tests.oracle import PACKED, Cache, Engine, GroupSpec, LayerSpec, PartSpec, Rank, check_transfer
-from tests.test_compatibility import VERSIONS, packets
+from tests.test_compatibility import packets
 from tests.test_geometry import allocate, attention, engines, is_covered, latent, mamba2, models, parts
 from tests.test_register_tensors import DECLARED, kv
 
@@ -50,11 +50,9 @@ def sharing(draw: st.DrawFn, layers: tuple[LayerSpec, ...], tokens: int) -> Engi
     for group in made.groups:
         layer = layers[group.layers[0]]
         if layer.kind == "tokens" and not layer.window:
-            here, entry = (
-                group.block_size * draw(st.sampled_from([1, 1, 3, 4])),
-                math.lcm(*(p.entry for p in layer.parts)),
-            )
-            of, kernel = draw(st.sampled_from([size, size, size, 1])), here // group.ratio
+            here = group.block_size * draw(st.sampled_from([1, 1, 3, 4]))
+            entry, kernel = math.lcm(*(p.entry for p in layer.parts)), here // group.ratio
+            of = draw(st.sampled_from([size, size, size, 1]))
             fits = [n for n in range(entry, here + 1, entry) if not here % n and (not kernel % n or not n % kernel)]
             share = (of, draw(st.sampled_from(fits[:2] + fits))) if of > 1 else (1, 1)
             group = replace(group, block_size=here * of, share=share)
@@ -69,11 +67,13 @@ def pairs(draw: st.DrawFn) -> dict[str, Any]:
     prefill, decode = draw(sharing(layers, tokens)), draw(sharing(layers, tokens))
     is_plain = all(layer.kind == "tokens" and not layer.window for layer in layers)
     entries = [math.lcm(*(p.entry for i in group.layers for p in layers[i].parts)) for group in decode.groups]
+    cached = [draw(st.integers(0, tokens // entry)) * entry for entry in entries]
     return {
         "engines": (prefill, decode),
         "tokens": tokens,
         "wanted": draw(st.integers(0, tokens)) if is_plain else tokens,
-        "cached": [draw(st.integers(0, tokens // entry)) * entry for entry in entries],
+        "cached": cached,
+        "lent_from": draw(st.integers(0, min(cached))) if is_plain else 0,
         "lean": draw(st.tuples(st.booleans(), st.booleans())),
         "rank": (draw(st.integers(0, decode.tp_size - 1)), draw(st.integers(0, decode.pp_size - 1))),
         "limits": draw(st.sampled_from([(1, 1), (7, 3), (1 << 20, 512)])),
@@ -84,7 +84,7 @@ def pairs(draw: st.DrawFn) -> dict[str, Any]:
 def judge(pair: dict[str, Any]) -> None:
     """Read a request with one decode rank, and compare every byte: direct, staged, and by packed copies."""
     (prefill, decode), tokens, rng = pair["engines"], pair["tokens"], np.random.default_rng(pair["seed"])
-    theirs = allocate(prefill, tokens, rng, [0] * len(prefill.groups), lean=pair["lean"][0])
+    theirs = allocate(prefill, tokens, rng, [pair["lent_from"]] * len(prefill.groups), lean=pair["lean"][0])
     mine = allocate(decode, tokens, rng, pair["cached"], lean=pair["lean"][1])
     cache, local = Cache(prefill.layers, 11), Rank(decode, *pair["rank"])
     remotes = ranks_of(prefill, local)
@@ -111,7 +111,7 @@ def test_every_token_is_where_vllm_has_it_and_no_other_byte_is_touched(pair: dic
 @given(pair=pairs())
 @settings(max_examples=int(os.environ.get("ASYNCKV_PAIRS", "10000")), suppress_health_check=[HealthCheck.too_slow])
 def test_every_token_is_where_vllm_has_it_in_very_many_pairs(pair: dict[str, Any]) -> None:
-    """By default a tenth of the pairs that were run before the release, with `ASYNCKV_PAIRS=100000`."""
+    """By default a tenth of the pairs that are run before a release, with `ASYNCKV_PAIRS=100000`."""
     judge(pair)
 
 
@@ -231,9 +231,9 @@ def test_a_window_that_begins_behind_the_first_of_several_stretches_misses_no_to
     read_window((12, (2, 1)), 12, 3, 12, 0, {0})
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize("here", [(8, 1), (8, 2), (4, 2), (4, 4)])
-@pytest.mark.parametrize("there", [(8, 1), (8, 2), (4, 2), (8, 4)])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("here", [(8, 1), (8, 2), (4, 2)])
+@pytest.mark.parametrize("there", [(4, 1), (8, 2), (8, 4)])
 def test_ranks_that_share_tokens_and_do_not_know_the_number_of_heads_hold_the_same_ones(
     there: tuple[int, int], here: tuple[int, int], heads: int
 ) -> None:
@@ -242,8 +242,6 @@ def test_ranks_that_share_tokens_and_do_not_know_the_number_of_heads_hold_the_sa
         group, share = GroupSpec((0,), 4 * size, 1, 12, (size, 1)), lambda held, rank, size: (rank, rank + 1, size)
         return Engine((LayerSpec("a", (part,)),), (group,), tp, declare=share, guessed_axis="head")
 
-    if any(heads > tp // size for tp, size in (there, here)):
-        return
     prefill, decode, cache = guessing(*there), guessing(*here), Cache(guessing(*there).layers, 7)
     for rank in range(decode.tp_size):
         local = Rank(decode, rank)
@@ -311,6 +309,21 @@ def test_tokens_that_no_rank_holds_are_refused_by_name() -> None:
     assert all(oracle.maps(local, remotes[::2]))
     with pytest.raises(NotCovered, match=r"tokens 0 of 2 by 1, remote holds tp0 tokens 0 of 4 by 1, tp1 tokens 1 of 4"):
         oracle.maps(local, remotes[:2])
+
+
+def test_a_peer_that_says_very_many_ranks_is_refused_at_the_first_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It may say them of each layer, and the event loop waits."""
+    asked, meet = [], match._meet
+
+    def counted(one: TokenShard, other: TokenShard) -> bool:
+        asked.append(other.rank)
+        return meet(one, other)
+
+    monkeypatch.setattr(match, "_meet", counted)
+    assert match.holders(TokenShard(0), [TokenShard(0, 65_536, 0, 1)], 0) == []
+    assert asked == [0, 1]
 
 
 def test_ranks_with_different_heads_do_not_hold_one_head_together() -> None:
@@ -419,9 +432,8 @@ def test_a_share_that_is_none_is_refused_where_tensors_are_registered(given: Any
         register_tensors({"a": kv()}, **{**DECLARED, "block_size": 8}, tp_rank=1, tp_size=2, token_shard=given)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_layout_without_shares_has_the_bytes_and_the_digest_that_every_version_sends(version: str) -> None:
-    """All versions recorded one layout, whose digest names files and is compared by peers."""
+@pytest.mark.parametrize("version", ["0.2.0", "0.3.0"])
+def test_a_layout_without_shares_keeps_the_bytes_and_the_digest_that_older_versions_recorded(version: str) -> None:
     [packet] = [data for name, data, _ in packets(version) if name == "Welcome"]
     [welcome] = wire.decode_packet(packet).messages
     assert isinstance(welcome, wire.Welcome)
@@ -486,11 +498,7 @@ PLANTED = {
         ways(TWO, TWO),
     ),
     "a missing shard is taken for covered": Bug(
-        match,
-        "holders",
-        "if all(rank in replicas for rank in needed):",
-        "needed = [rank for rank in needed if rank in replicas]\n        if needed:",
-        test_tokens_that_no_rank_holds_are_refused_by_name,
+        match, "holders", "break", "continue", test_tokens_that_no_rank_holds_are_refused_by_name
     ),
     "the replica of another shard is taken": Bug(
         match, "holders", "replicas[rank][", "replicas[(rank + 1) % size][", ways(TWO, TWO)

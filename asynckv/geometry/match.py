@@ -206,10 +206,10 @@ def _compare_layers(local_parts: _Parts, remote_parts: _Parts) -> Iterator[tuple
 def _said_as(spot: _Spot, other: _Spot) -> Part:
     """Describe a part as the other side does: with a settled extent, or, if every rank holds it whole, as sharded."""
     part, twin = spot.part, other.part
-    shards = [each.layout.shard(each.view.group).size for each in (spot, other)]
-    is_told = part.extent != twin.extent or max(shards) > 1
-    if part.axis and part.axis == twin.axis and is_told and _is_guess(spot, other):
+    differ = part.extent != twin.extent or spot.layout.token_shards or other.layout.token_shards
+    if part.axis and part.axis == twin.axis and differ and _is_guess(spot, other):
         # Neighbours that share tokens hold the same entry, so they count as one.
+        shards = [each.layout.shard(each.view.group).size for each in (spot, other)]
         size, others = spot.layout.tp_size // shards[0], other.layout.tp_size // shards[1]
         extent = math.gcd(size, others) if _is_guess(other, spot) else twin.extent
         if size % extent:
@@ -338,8 +338,13 @@ def holders(mine: TokenShard, theirs: Sequence[TokenShard], place: int) -> list[
     for at, each in enumerate(theirs):
         ways.setdefault((each.size, each.interleave), {}).setdefault(each.rank, []).append(at)
     for (size, interleave), replicas in sorted(ways.items()):
-        needed = [rank for rank in range(size) if _meet(mine, TokenShard(0, size, rank, interleave))]
-        if all(rank in replicas for rank in needed):
+        needed = []
+        for rank in range(size):
+            if _meet(mine, TokenShard(0, size, rank, interleave)):
+                if rank not in replicas:
+                    break  # at once, because an untrusted peer may say any size
+                needed.append(rank)
+        else:
             return [replicas[rank][place % len(replicas[rank])] for rank in needed]
     return []
 
