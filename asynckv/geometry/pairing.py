@@ -162,9 +162,12 @@ class BlockLists:
         if int(block.max()) >= there.num_blocks:
             raise _no_such_block(pair, int(block.max()))
         local, remote = at * here.ratio + kernel % here.ratio, block * there.ratio + source % there.ratio
-        if pair.parts > 1:
-            local = local * pair.parts + spans[0] // pair.part
-            spans[0] %= pair.part
+        if pair.part != pair.held:
+            local, remote = (
+                block * parts + offset // part
+                for block, parts, offset, part in zip((local, remote), pair.parts, spans, pair.part, strict=False)
+            )
+            spans[:2] %= np.array(pair.part)[:, None]
         return tuple(_by_span(pair, spans, local, remote))
 
     def _window(self, pair: GroupPair, listed: int, lent_from: int) -> tuple[int, int]:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from asynckv.errors import LayoutError
 from asynckv.geometry.bounds import MAX_DESCRIPTORS, Int32s, Int64s
-from asynckv.geometry.layout import TOKEN, Group, Layout, TokenShard
+from asynckv.geometry.layout import TOKEN, Group, Layout, Part, TokenShard, View
 from asynckv.geometry.match import Share
 from asynckv.geometry.staging import Box, ReadCosts, Run, runs
 from asynckv.geometry.strides import count_descriptors, step_along, strided_descriptors
@@ -149,27 +149,41 @@ class GroupPair:
         self.entry = entry  # the first token read must be a multiple of it, because a scale's entry is read whole
         self.local_size, self.remote_size = local.kernel_size, remote.kernel_size  # in tokens
         self.remote_blocks = remote.num_kernel_blocks  # kernel blocks of the remote group
-        self.part = self.local_size // mine.size if local.kind == "tokens" else 0  # our tokens of a kernel block
-        self.whole = Span(local_index, remote_index, 0, 0, self.part)
+        self.held = self.local_size // mine.size, self.remote_size // theirs.size  # tokens of a kernel block
+        self.part = self.held  # of what is addressed as a block (`divide`)
+        self.whole = Span(local_index, remote_index, 0, 0, self.held[0] if local.kind == "tokens" else 0)
         # Equal for ranks with the same pairs of blocks.
         self.key: tuple[object, ...] = (local_index, remote_index, remote, entry, theirs)
 
     @property
-    def parts(self) -> int:
-        """Number of blocks of their own as which the parts of each kernel block of ours are addressed (`divide`)."""
-        return self.whole.tokens // self.part if self.part else 1
+    def parts(self) -> tuple[int, int]:
+        """Number of blocks as which each kernel block is addressed, here and there."""
+        return self.held[0] // self.part[0], self.held[1] // self.part[1]
 
-    def divide(self) -> None:
-        """Address parts of our kernel blocks as blocks, so that cuts that differ only in their place are of one span.
+    def divide(self, here: bool, there: bool) -> None:
+        """Address parts of kernel blocks as blocks, so that cuts that differ only in their place are of one span.
 
         Fewer tables, longer reads and fewer packed copies follow. An example: our rank holds every eighth token, in
         blocks of 64, and theirs all, in blocks of 64. Eight of their blocks fill one of ours, each another part.
+
+        Args:
+            here, there: True if the blocks of our rank, or of theirs, follow one another as their tokens do.
         """
-        offset, _, tokens, count, step, _ = self.regular[1].spans
-        part = int(np.gcd.reduce(np.append(offset - offset[0], self.part)))
-        # Each cut must lie in one part. `_cut` sees to that for the first and the last tokens of a request.
-        if (offset % part + (count - 1) * step + tokens <= part).all():
-            self.part, self.key = part, (*self.key, part)
+        offsets, tokens, (count, *steps) = (
+            self.regular[1].spans[:2],
+            self.regular[1].spans[2],
+            self.regular[1].spans[3:],
+        )
+        # A recipe names blocks of the owner. So theirs are divided only if there is nothing to gather in them.
+        there = there and bool(((count == 1) | (steps[1] == tokens)).all())
+        part = list(self.held)
+        for side, is_like in enumerate((here, there)):
+            offset, size = offsets[side], int(np.gcd.reduce(np.append(offsets[side] - offsets[side, 0], part[side])))
+            # Each cut must lie in one part. `_cut` sees to that for the first and the last tokens of a request.
+            if is_like and (offset % size + (count - 1) * steps[side] + tokens <= size).all():
+                part[side] = size
+        self.part = part[0], part[1]
+        self.key = (*self.key, self.part)
 
     def cuts(self, first: int, end: int) -> Cuts:
         """Cut the tokens `first ... end - 1` that both ranks hold, where ranks share tokens."""
@@ -207,15 +221,15 @@ class GroupPair:
         remote, there = np.divmod(theirs.place(tokens), self.remote_size // theirs.size)
         # First tokens that follow one another on both sides are joined to stretches, then stretches of equal length and
         # distance to spans.
-        rows = np.stack((tokens, local, remote, here // self.part, here, there))
+        rows = np.stack((tokens, local, remote, here // self.part[0], there // self.part[1], here, there))
         steps = np.diff(rows, prepend=rows[:, :1] - 2)
-        rows, lengths = _joined(rows, ~((steps[1:4] == 0).all(axis=0) & (steps[4:] == 1).all(axis=0)))
+        rows, lengths = _joined(rows, ~((steps[1:5] == 0).all(axis=0) & (steps[5:] == 1).all(axis=0)))
         steps = np.diff(rows, prepend=rows[:, :1])
-        follows = (steps[1:4] == 0).all(axis=0) & (np.diff(lengths, prepend=0) == 0)
-        follows[1:] &= ~follows[:-1] | (steps[4:, 1:] == steps[4:, :-1]).all(axis=0)
-        after = np.append(steps[4:, 1:], np.zeros((2, 1), np.int64), axis=1)[:, : len(lengths)]
+        follows = (steps[1:5] == 0).all(axis=0) & (np.diff(lengths, prepend=0) == 0)
+        follows[1:] &= ~follows[:-1] | (steps[5:, 1:] == steps[5:, :-1]).all(axis=0)
+        after = np.append(steps[5:, 1:], np.zeros((2, 1), np.int64), axis=1)[:, : len(lengths)]
         rows, counts = _joined(np.concatenate((rows, lengths[None], after)), ~follows)
-        return Cuts._make([*rows[:3], np.stack((*rows[4:7], counts, *np.where(counts > 1, rows[7:], 0)))])
+        return Cuts._make([*rows[:3], np.stack((*rows[5:8], counts, *np.where(counts > 1, rows[8:], 0)))])
 
 
 def _joined(rows: Int64s, begins: npt.NDArray[np.bool_]) -> tuple[Int64s, Int64s]:
@@ -268,8 +282,10 @@ class PeerTables:
         )
         self._pairs = dict(zip(pairs, self.group_pairs, strict=True))
         for key, pair in self._pairs.items():
-            if pair.is_shared and all(map(_is_dense, pairs[key])):
-                pair.divide()
+            if pair.is_shared:
+                here = all(_is_dense(share.local_view, share.local_part) for share in pairs[key])
+                there = all(_is_dense(share.remote_view, share.remote_part) for share in pairs[key])
+                pair.divide(here, there)
         self._alike = {key: _sort_alike(pairs[key], pair.parts) for key, pair in self._pairs.items()}
         spans = [span for pair in self.group_pairs for span in self._regular_spans(pair)]
         if (rows := sum(map(self._num_rows, spans))) > MAX_ROWS:
@@ -295,8 +311,8 @@ class PeerTables:
                 f"factor"
             )
         if pair.is_shared:
-            offset, *others = pair.regular[1].spans
-            cuts = np.unique((offset % pair.part, *others), axis=1).T.tolist()
+            here, there, *others = pair.regular[1].spans
+            cuts = np.unique((here % pair.part[0], there % pair.part[1], *others), axis=1).T.tolist()
         else:
             starts = sorted({*range(0, period, local_size), *range(0, period, remote_size)})
             both = pairwise([*starts, period])
@@ -367,8 +383,9 @@ class PeerTables:
     def _compile(self, span: Span) -> DescTable:
         pair = span.group, span.remote_group
         count = self._num_rows(span)
-        local_blocks = self.local.groups[span.group].num_kernel_blocks * self._pairs[pair].parts
-        remote_blocks = self.remote.groups[span.remote_group].num_kernel_blocks
+        parts = self._pairs[pair].parts
+        local_blocks = self.local.groups[span.group].num_kernel_blocks * parts[0]
+        remote_blocks = self.remote.groups[span.remote_group].num_kernel_blocks * parts[1]
         if count > MAX_ROWS or count * max(local_blocks, remote_blocks) > MAX_DESCRIPTORS:
             raise LayoutError(
                 f"group {span.group}: {count} pieces per kernel block x {max(local_blocks, remote_blocks)} blocks are "
@@ -377,7 +394,8 @@ class PeerTables:
             )
         kinds = self._alike[pair]
         rows = _merge(np.concatenate([kind.rows(span) for kind in kinds]))
-        staged = _stage(kinds, span, self._costs, rows, self._pack_bytes) if self._costs is not None else None
+        pack_bytes = self._pack_bytes if parts[1] == 1 else 0  # a recipe names whole blocks
+        staged = _stage(kinds, span, self._costs, rows, pack_bytes) if self._costs is not None else None
         rows, boxes, box_of, pack_bytes = staged or (rows, (), _NO_BOXES, 0)
         sides = rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks
         return DescTable(next(self._ids), span, rows[:, 6], *sides, boxes, box_of, pack_bytes)
@@ -479,13 +497,13 @@ class _Alike:
         return rows.reshape(-1, 7)
 
 
-def _is_dense(share: Share) -> bool:
-    """Return True if our kernel blocks follow one another as their tokens do, so that a part is like a block."""
-    return any(dim.name == TOKEN and dim.size * dim.stride == share.local_view.stride for dim in share.local_part.dims)
+def _is_dense(view: View, part: Part) -> bool:
+    """Return True if kernel blocks follow one another as their tokens do, so that some of these are like a block."""
+    return any(dim.name == TOKEN and dim.size * dim.stride == view.stride for dim in part.dims)
 
 
-def _sort_alike(shares: Sequence[Share], parts: int) -> list[_Alike]:
-    """Sort shares by shape. `parts` of each of our kernel blocks are addressed as blocks of their own."""
+def _sort_alike(shares: Sequence[Share], parts: tuple[int, int]) -> list[_Alike]:
+    """Sort shares by shape; `parts` of each kernel block, here and there, are addressed as blocks of their own."""
     found: dict[_Shape, list[tuple[int, ...]]] = {}
     for local_view, remote_view, local, remote, lo, hi in shares:
         twins = {d.name: d for d in remote.dims}
@@ -506,8 +524,8 @@ def _sort_alike(shares: Sequence[Share], parts: int) -> list[_Alike]:
                 dims.append((size, dim.stride, twin.stride))
         shape = _Shape(local.itemsize, local.tokens_per_entry, tuple(dims), token, around)
         place = (
-            *(local_view.memory, local_start, local_view.stride // parts),
-            *(remote_view.memory, remote_start, remote_view.stride),
+            *(local_view.memory, local_start, local_view.stride // parts[0]),
+            *(remote_view.memory, remote_start, remote_view.stride // parts[1]),
         )
         found.setdefault(shape, []).append(place)
     return [_Alike(shape, np.array(places, np.int64)) for shape, places in found.items()]
