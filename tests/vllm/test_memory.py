@@ -172,7 +172,8 @@ def check_moved(
             before = target.storage(rank).clone()
             write(target, rank, truths, ours, cached, (source, num_tokens))
             if clears:
-                write(target, rank, {n: torch.zeros_like(t) for n, t in truths.items()}, ours, num_tokens, None)
+                nothing = {n: torch.zeros_like(t) for n, t in truths.items() if isinstance(t, torch.Tensor)}
+                write(target, rank, nothing, ours, num_tokens, None)
             expected.append(target.storage(rank).clone())
             target.storage(rank).copy_(before)
         params = lend(source, theirs, num_tokens)
