@@ -100,19 +100,13 @@ class Rank(WorkerBase):
         return {name_of(i): self._spec(self.model.layers[i]) for i in self.layers}
 
     def _spec(self, layer: Attention | Mamba) -> KVCacheSpec:
-        block_size = self.model.block_size
         if isinstance(layer, Mamba):
             return self._mamba_spec(layer)
+        fields: dict[str, Any] = {"block_size": self.model.block_size, "head_size": layer.size, "dtype": torch.bfloat16}
+        fields["dcp_sharded"] = not layer.is_whole and layer.window is None
         if layer.is_mla:
-            fields = {"num_kv_heads": 1, "head_size": layer.size, "max_tp_shards": 1, "dcp_sharded": not layer.is_whole}
-            return MLAAttentionSpec(block_size=block_size, dtype=torch.bfloat16, **fields)
-        fields = {
-            "dcp_sharded": not layer.is_whole and layer.window is None,
-            "block_size": block_size,
-            "num_kv_heads": max(1, layer.heads // self.tp),
-            "head_size": layer.size,
-            "dtype": torch.bfloat16,
-        }
+            return MLAAttentionSpec(**fields, num_kv_heads=1, max_tp_shards=1)
+        fields["num_kv_heads"] = max(1, layer.heads // self.tp)
         return (
             FullAttentionSpec(**fields)
             if layer.window is None

@@ -22,6 +22,7 @@ from asynckv.integrations.vllm.compat import (
     identity,
     is_by_token,
     num_received,
+    num_token_shards,
     quantisation,
 )
 from asynckv.integrations.vllm.memory import check_supported
@@ -70,6 +71,19 @@ def test_a_cache_that_does_not_say_whether_it_is_quantised_is_refused() -> None:
         quantisation(SimpleNamespace())
 
 
+def test_a_cache_that_does_not_say_whether_ranks_share_its_tokens_is_refused_to_several() -> None:
+    assert num_token_shards(SimpleNamespace(), 1) == 1
+    assert [num_token_shards(SimpleNamespace(dcp_sharded=each), 4) for each in (False, True)] == [1, 4]
+    with pytest.raises(ConfigError, match="have no dcp_sharded, so that nothing shows"):
+        num_token_shards(SimpleNamespace(), 2)
+
+
+ALONE: dict[str, Any] = {
+    "parallel_config": SimpleNamespace(prefill_context_parallel_size=1, decode_context_parallel_size=1),
+    "kv_transfer_config": SimpleNamespace(kv_role="kv_both"),
+}
+
+
 class Moved(FullAttentionSpec):
     """A kind that this version has under another name."""
 
@@ -79,7 +93,7 @@ def test_a_kind_of_cache_that_is_not_known_by_its_name_is_refused(kind: str, mon
     spec = object.__new__(globals().get(kind) or getattr(compat, kind))
     monkeypatch.setattr(compat, kind, Absent, raising=False)
     groups = [SimpleNamespace(layer_names=["layer"], kv_cache_spec=spec)]
-    config = SimpleNamespace(parallel_config=None, model_config=None)
+    config = SimpleNamespace(**ALONE, model_config=None)
     with pytest.raises(ConfigError, match=f"layer 'layer' has a cache of kind {kind}, which .* does not know"):
         check_supported(config, SimpleNamespace(kv_cache_groups=groups))
 
@@ -113,8 +127,7 @@ def test_backends_that_find_a_token_by_its_stride_are_told_by_kind(path: str, ex
 
 
 def test_sleep_is_refused_where_vllm_does_not_tell_that_memory_goes(monkeypatch: Any) -> None:
-    parallel = SimpleNamespace()
-    config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(enable_sleep_mode=True))
+    config = SimpleNamespace(**ALONE, model_config=SimpleNamespace(enable_sleep_mode=True))
     groups = SimpleNamespace(kv_cache_groups=[])
     monkeypatch.setattr(compat, "KVConnectorBase_V1", object)
     with pytest.raises(ConfigError, match="--enable-sleep-mode"):

@@ -89,8 +89,8 @@ def within(config: Any, name: str, extra: dict[str, Any], role: str = "kv_both")
         (pcp, "--prefill-context-parallel-size 2 with kv_role 'kv_both'"),
         (child_of_another_role, "--prefill-context-parallel-size 2 with kv_role 'kv_both'"),
         (pcp_and_dcp, "--decode-context-parallel-size 2, --tensor-parallel-size 2: tokens are shared"),
-        (dual, "--decode-context-parallel-size 2: DualConnector"),
-        (offload, "--decode-context-parallel-size 2: a record in a directory"),
+        (dual, "--decode-context-parallel-size 2, .* DualConnector"),
+        (offload, "--decode-context-parallel-size 2: the records in"),
     ],
 )
 def test_a_mistake_is_refused_before_a_model_is_loaded(tmp_path: Path, spoil: Any, says: str) -> None:

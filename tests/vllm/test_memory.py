@@ -172,7 +172,8 @@ def check_moved(
             before = target.storage(rank).clone()
             write(target, rank, truths, ours, cached, (source, num_tokens))
             if clears:
-                write(target, rank, {n: torch.zeros_like(t) for n, t in truths.items()}, ours, num_tokens, None)
+                nothing = {n: torch.zeros_like(t) for n, t in truths.items() if isinstance(t, torch.Tensor)}
+                write(target, rank, nothing, ours, num_tokens, None)
             expected.append(target.storage(rank).clone())
             target.storage(rank).copy_(before)
         params = lend(source, theirs, num_tokens)
@@ -256,8 +257,9 @@ def write(
                 sizes = [
                     int(e.ranks[0].tensors[n].shape[2] * layer.tokens_per_state) for e, n in both(engine, source, name)
                 ]
-                # Where ranks share tokens, no others are read.
-                sizes += [1] * (engine.side.dcp * source.side.dcp > 1)
+                # Where ranks share tokens, no others are read, unless only whole kernel blocks can be moved.
+                if engine.side.dcp * source.side.dcp > 1 and not engine.side.facts:
+                    sizes = [1]
                 end = min(ceil(num_tokens / each) * each for each in sizes)
                 if layer.window:
                     begin = max(begin, num_tokens - layer.window)
@@ -630,10 +632,20 @@ def test_what_cannot_be_moved_is_refused_by_name(tmp_path: Path) -> None:
         check_supported(config, planned.config)
 
 
-def test_blocks_with_an_order_of_their_own_are_refused_to_ranks_that_share_tokens(tmp_path: Path) -> None:
-    planned, facts = one_rank(tmp_path, DENSE), ModelFacts(layers={n: Layer("CPU_ATTN", "amx") for n in DENSE})
-    with pytest.raises(ConfigError, match=r"CPU_ATTN amx.*share of 2.*--decode-context-parallel-size"):
-        register(planned.config, planned.tensors, Place(1, 2, dcp_size=2), facts)
+def test_ranks_share_blocks_with_an_order_of_their_own_by_whole_kernel_blocks(tmp_path: Path) -> None:
+    facts = {"layers": {n: Layer("SPARSE", "of_gpu") for n in MLA}}
+    big = of_size(MLA, 32)
+
+    def side(dcp: int, interleave: int, kernel: int = 16) -> Side:
+        given = {"tp": dcp, "dcp": dcp, "interleave": interleave, "kv_heads": 1, "kernel_sizes": [kernel]}
+        return Side(big, facts=facts, **given)  # type: ignore[arg-type]
+
+    check_moved(tmp_path / "same", side(2, 32), side(4, 16), num_tokens=155)
+    check_moved(tmp_path / "more", side(4, 16), side(2, 16), num_tokens=155, cached=64)
+    check_refused(tmp_path, side(2, 32, 32), side(2, 32), "tokens_per_entry")
+    check_refused(tmp_path, side(1, 1), side(2, 32), "slot")
+    with pytest.raises(ConfigError, match=r"SPARSE of_gpu.*tokens of 2 ranks.*--cp-kv-cache-interleave-size \(now 8\)"):
+        check_moved(tmp_path, side(2, 8), side(2, 32))
 
 
 def test_groups_that_are_not_for_transfers_are_not_counted(tmp_path: Path) -> None:

@@ -303,8 +303,9 @@ def test_holes_are_no_blocks_and_a_state_that_is_gone_is_not_lent() -> None:
 def test_drafts_that_look_ahead_leave_those_tokens_to_the_reader(
     groups: tuple[Group, ...], ahead: int, back_off: int
 ) -> None:
-    config = SimpleNamespace(num_prefill_lookahead_tokens=ahead, speculative_config=None)
-    assert Shape.of(config, Side(groups).kv).back_off == back_off
+    side, parallel = Side(groups), SimpleNamespace(decode_context_parallel_size=1)
+    config = SimpleNamespace(num_prefill_lookahead_tokens=ahead, speculative_config=None, parallel_config=parallel)
+    assert Shape.of(config, side.kv).back_off == back_off
 
 
 @pytest.mark.parametrize(("given", "ordered"), [(-3, -3), (1 << 70, MAX_INTEGER), (-1 << 70, -MAX_INTEGER)])

@@ -80,6 +80,7 @@ class Attention:
     heads: Range | None  # range of the model's heads that this rank holds; None if every rank holds all
     tokens_per_entry: Fraction = Fraction(1)  # tokens per entry; below 1 if a token has several entries
     is_by_token: bool = True  # True if each entry can be moved alone; otherwise only whole kernel blocks move
+    is_shared: bool = False  # True if ranks share the tokens of blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +144,11 @@ def parts(
 def _attention(layer: str, kind: Attention, tensor: Tensor, group: int) -> TensorPart:
     tensor, content = _known_dtype(tensor, kind.content)
     each, order = kind.tokens_per_entry, ["block", "head", TOKEN if kind.is_by_token else "slot", "dim"]
-    if not kind.is_by_token:
+    if not kind.is_by_token and kind.is_shared:
+        # A whole kernel block is one entry, so that ranks can share tokens by whole kernel blocks.
+        tensor, each = tensor.unsqueeze(2), each * tensor.shape[2]
+        order[2:] = [TOKEN, "slot", "dim"]
+    elif not kind.is_by_token:
         each = Fraction(1)
     elif each < 1:
         # A layout needs one entry per token, so the entries of a token become a dim of their own.

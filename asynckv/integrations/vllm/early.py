@@ -16,7 +16,7 @@ from typing import Any
 from asynckv.errors import ConfigError
 from asynckv.integrations.vllm import compat
 from asynckv.integrations.vllm.offload.options import parse
-from asynckv.integrations.vllm.options import Options
+from asynckv.integrations.vllm.options import WHERE, Options
 
 _watched: set[Callable[..., None]] = set()
 
@@ -60,15 +60,21 @@ def check(vllm_config: Any) -> None:
     if (transfer := vllm_config.kv_transfer_config) is None:
         return
     parallel = vllm_config.parallel_config
+    pcp, dcp = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
     for name, extra, role in _connectors(transfer.kv_connector, transfer.kv_connector_extra_config, transfer.kv_role):
         if name == "AsyncKVConnector":
             check_parallel(parallel, role)
             Options.parse(extra).check_addresses()
-        elif name == "DualConnector":
-            refuse_shares(parallel, f"{name} counts NixlConnector's blocks by its own")
-        elif extra.get("spec_name") == "AsyncKVOffloadingSpec":
-            if parse(extra, "checked", 1).directory:
-                refuse_shares(parallel, "a record in a directory does not say --cp-kv-cache-interleave-size")
+        elif name == "DualConnector" and max(pcp, dcp) > 1:
+            raise ConfigError(
+                f"--decode-context-parallel-size {dcp}, --prefill-context-parallel-size {pcp}: NixlConnector counts "
+                f"blocks in its own way, which DualConnector does not check; leave both at 1, or use AsyncKVConnector"
+            )
+        elif extra.get("spec_name") == "AsyncKVOffloadingSpec" and parse(extra, "checked", 1).directory and dcp > 1:
+            raise ConfigError(
+                f"--decode-context-parallel-size {dcp}: the records in {WHERE}.directory do not say which tokens a "
+                f"rank has (--cp-kv-cache-interleave-size); leave directory out, or the size at 1"
+            )
 
 
 def _connectors(name: Any, extra: Any, role: Any) -> Iterator[tuple[Any, Mapping[str, Any], Any]]:
@@ -101,9 +107,3 @@ def check_parallel(parallel: Any, role: str) -> None:
             f"{parallel.tensor_parallel_size}: tokens are shared among all of one axis only; set the second size to 1, "
             f"or to {pcp} with a tensor-parallel size of 1"
         )
-
-
-def refuse_shares(parallel: Any, why: str) -> None:
-    for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if (size := getattr(parallel, option)) > 1:
-            raise ConfigError(f"--{option.replace('_', '-')} {size}: {why}; leave it at 1")

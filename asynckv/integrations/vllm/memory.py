@@ -8,6 +8,7 @@ layer of unknown structure is declared as opaque, and a cache that cannot be mov
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -165,12 +166,8 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
             owners.setdefault(identity(tensor), layer)
             what = layer, spec, place, facts
             kind = _states(*what) if isinstance(spec, compat.MambaSpec) else _attention(*what)
-            if shared_by > 1 and not (isinstance(kind, Attention) and kind.is_by_token):
-                raise ConfigError(
-                    f"layer {layer!r} ({facts.backend(layer) or type(spec).__name__}) keeps an order of its own inside "
-                    f"a kernel block, so no rank can move its share of {shared_by} alone; leave "
-                    f"--decode-context-parallel-size at 1, or choose another --attention-backend"
-                )
+            if shared_by > 1:
+                kind = _shared(layer, spec, kind, tensor, place, facts)
             ratios.setdefault(_ratio(layer, spec, kind, tensor), layer)
             made += parts(layer, kind, tensor, index, place)
             if isinstance(kind, Opaque) and not kind.is_replicated:
@@ -267,6 +264,19 @@ def _attention(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attent
         return Opaque(content=content, num_bytes=num_bytes, is_replicated=held is None)
     return Attention(
         content=content, heads=held, tokens_per_entry=Fraction(spec.tokens_per_state), is_by_token=by_token
+    )
+
+
+def _shared(layer: str, spec: Any, kind: Any, tensor: Tensor, place: Place, facts: ModelFacts) -> Attention:
+    """Return a kind of layer for ranks that share its tokens, or raise `ConfigError` if they cannot be told apart."""
+    if isinstance(kind, Attention):
+        kernel_tokens = tensor.shape[2] * kind.tokens_per_entry
+        if kind.is_by_token or place.interleave % kernel_tokens == 0:
+            return dataclasses.replace(kind, is_shared=True)
+    raise ConfigError(
+        f"layer {layer!r} ({facts.backend(layer) or type(spec).__name__}) keeps an order of its own inside a kernel "
+        f"block of {tensor.shape[2]} entries, so the tokens of {place.dcp_size} ranks cannot be told apart; set "
+        f"--cp-kv-cache-interleave-size (now {place.interleave}) to a block, or --decode-context-parallel-size to 1"
     )
 
 
