@@ -161,7 +161,7 @@ What changes the order of events makes them stale, which costs time and nothing 
 SLOW = {
     "closing_returns_blocks_too_soon": 1096,
     "closing_takes_its_time": 168,
-    "completion_stamped_before_it_was_observed": 1678,
+    "completion_stamped_before_it_was_observed": 1331,
     "deadline_from_another_transmission": 29,
     "draining_revokes": 152,
     "lapsed_promises_are_renewed": 363,
