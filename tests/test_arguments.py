@@ -138,6 +138,7 @@ VALUES = {
     "Memory",
     "Part",
     "Registration",
+    "TokenShard",
     "TensorPart",
     "View",
 }

@@ -411,7 +411,10 @@ def test_a_share_of_the_tokens_is_registered_beside_groups_that_are_whole() -> N
         ),
         (declared(rows=4, entry=2), "entries of 2 tokens would be cut by tokens 1 of 2 by 1; make .* a multiple of 2"),
         (declared(name="row"), "no dim named 'token', so it covers whole kernel blocks and cannot be shared by token"),
-        (declared(rows=16), "holds 16 tokens per kernel block, .* / ratio 1 = 16, shared by 2 ranks"),
+        (
+            declared(rows=16),
+            "holds 16 tokens per kernel block, .* / ratio 1 = 16; block_size counts the tokens of all 2 ranks",
+        ),
     ],
 )
 def test_a_share_that_does_not_fit_is_refused_with_its_numbers(layout: Layout, message: str) -> None:
@@ -423,7 +426,7 @@ def test_a_share_that_does_not_fit_is_refused_with_its_numbers(layout: Layout, m
     ("given", "message"),
     [
         ((2, 1), r"token_shard is \(2, 1\); give \(size, rank, interleave\)"),
-        ((2, 1, 0), "token_shard interleave is 0; it must be an integer from 1"),
+        ((2, 1, 0), "token shard 0 interleave is 0: expected `int` >= 1"),
         ((2, 0, 1), "tp_rank 1 of 2 cannot have shard 0 of 2"),
     ],
 )

@@ -165,8 +165,8 @@ def test_a_start_that_lets_adapters_be_loaded_again_is_warned_of(value: str, is_
 
 
 def configuration(name: str = "AsyncKVConnector", **extra: Any) -> Any:
-    parallel = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
-    transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra)
+    parallel = SimpleNamespace(tensor_parallel_size=2, decode_context_parallel_size=1, prefill_context_parallel_size=1)
+    transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config=extra, kv_role="kv_both")
     return SimpleNamespace(parallel_config=parallel, kv_transfer_config=transfer)
 
 
@@ -193,10 +193,43 @@ def test_a_configuration_is_checked_before_a_model_is_loaded(config: Any, says: 
         check(config)
 
 
-@pytest.mark.parametrize("option", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_context_parallelism_is_refused_before_a_model_is_loaded(option: str) -> None:
-    setattr((config := configuration()).parallel_config, option, 2)
-    with pytest.raises(ConfigError, match=f"--{option.replace('_', '-')} 2: .*leave it at 1"):
+FILES = configuration(
+    "OffloadingConnector", spec_name="AsyncKVOffloadingSpec", host_bytes=1 << 30, directory="/d", file_bytes=9
+)
+
+
+@pytest.mark.parametrize(
+    ("config", "role", "pcp", "dcp", "says"),
+    [
+        (configuration(), "kv_both", 2, 1, "--prefill-context-parallel-size 2 with kv_role 'kv_both': .* only lend"),
+        (configuration(), "kv_consumer", 2, 1, "set kv_role to 'kv_producer', or leave the size at 1"),
+        (configuration(), "kv_producer", 4, 2, "-parallel-size 4, --decode-context-parallel-size 2, .* or to 4"),
+        (configuration(), "kv_producer", 2, 2, "--tensor-parallel-size 2: .* or to 2 with a tensor-parallel size of 1"),
+        (configuration("DualConnector"), "kv_both", 1, 2, "--decode-context-parallel-size 2, .*leave both at 1"),
+        (FILES, "kv_both", 1, 2, "--decode-context-parallel-size 2, .* a record in a directory .*leave both at 1"),
+    ],
+)
+def test_ranks_that_cannot_share_are_refused_before_a_model_is_loaded(
+    config: Any, role: str, pcp: int, dcp: int, says: str
+) -> None:
+    parallel = SimpleNamespace(
+        tensor_parallel_size=2, decode_context_parallel_size=dcp, prefill_context_parallel_size=pcp
+    )
+    with pytest.raises(ConfigError, match=says):
+        check(
+            SimpleNamespace(
+                parallel_config=parallel,
+                kv_transfer_config=SimpleNamespace(**vars(config.kv_transfer_config) | {"kv_role": role}),
+            )
+        )
+
+
+def test_ranks_that_share_tokens_are_taken_before_a_model_is_loaded() -> None:
+    for pcp, dcp, role in ((1, 2, "kv_both"), (2, 1, "kv_producer")):
+        config = configuration()
+        config.parallel_config.prefill_context_parallel_size = pcp
+        config.parallel_config.decode_context_parallel_size = dcp
+        config.kv_transfer_config.kv_role = role
         check(config)
 
 

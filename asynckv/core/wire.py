@@ -36,9 +36,9 @@ from asynckv.geometry.bounds import BlockRuns, Name, Rank, Size
 from asynckv.geometry.gather import Packing, Recipe
 
 MAJOR = 1
-MINOR = 5
+MINOR = 6
 """Minor version. 1 added `Draining`, 2 the reason `withdrawn`, 3 the options of a status request and its account, 4
-packed copies, 5 layouts that say what they guess (`Layout.guessed_axis`)."""
+packed copies, 5 layouts that say what they guess (`Layout.guessed_axis`), 6 tokens that ranks share."""
 
 SETTLES = 5  # the minor version since which ranks settle guesses, so that an older one may be refused without need
 

@@ -105,10 +105,13 @@ class BlockLists:
         for index, (group, (first, ids)) in enumerate(zip(layout.groups, self.local, strict=False)):
             if group.kind == "state":
                 continue
-            shard, size, place = layout.shard(index), group.block_size, first // group.block_size
+            size, place = group.block_size, first // group.block_size
             end = max(self.num_tokens, first)
             for i in range(max(end // size - place, 0), len(ids)):
-                lo, held = shard.count(max(end - (place + i) * size, 0)), size // shard.size
+                lo, held = max(end - (place + i) * size, 0), size
+                if layout.token_shards:
+                    shard = layout.shard(index)
+                    lo, held = shard.count(lo), size // shard.size
                 if ids[i] != NULL and lo < held:
                     yield Padding(index, int(ids[i]), lo, held - lo)
 

@@ -303,24 +303,24 @@ class PeerTables:
         if pair.local.kind == "state":
             return [pair.whole]
         group, local_size, remote_size = pair.local_index, pair.local_size, pair.remote_size
-        period = math.lcm(local_size, remote_size)
-        if not pair.is_shared and period // local_size + period // remote_size > MAX_KINDS:
+        period, cuts = math.lcm(local_size, remote_size), list[Sequence[int]]()
+        count = period // local_size + period // remote_size
+        if pair.is_shared:
+            here, there, *others = pair.regular[1].spans
+            cuts = np.unique((here % pair.part[0], there % pair.part[1], *others), axis=1).T.tolist()
+            count = len(cuts)
+        if count > MAX_KINDS:
             raise LayoutError(
                 f"group {group}: kernel blocks of {local_size} tokens here and {remote_size} there share a boundary "
                 f"only every {period} tokens, which makes more than {MAX_KINDS} kinds of cuts; use sizes with a common "
                 f"factor"
             )
-        if pair.is_shared:
-            here, there, *others = pair.regular[1].spans
-            cuts = np.unique((here % pair.part[0], there % pair.part[1], *others), axis=1).T.tolist()
-        else:
+        if not pair.is_shared:
             starts = sorted({*range(0, period, local_size), *range(0, period, remote_size)})
             both = pairwise([*starts, period])
             cuts = list(dict.fromkeys((start % local_size, start % remote_size, end - start) for start, end in both))
-        kinds, shapes = (
-            [Span(group, pair.remote_index, *cut) for cut in cuts],
-            len(self._alike[group, pair.remote_index]),
-        )
+        kinds = [Span(group, pair.remote_index, *cut) for cut in cuts]
+        shapes = len(self._alike[group, pair.remote_index])
         if len(kinds) * shapes > MAX_SHAPES:
             raise LayoutError(
                 f"group {group}: kernel blocks of {local_size} tokens here and {remote_size} there make {len(kinds)} "
