@@ -64,15 +64,15 @@ def check(pair: Pair) -> None:
 def test_every_byte_arrives_between_any_shares_of_tokens(
     server: Server, connector: Connector, name: str, prefill: int, decode: int, interleave: int
 ) -> None:
-    engines = [setup_of(name, connector, dcp, interleave) for dcp in (prefill, decode)]
-    check(Pair.start(server, *engines))
+    one, other = (setup_of(name, connector, dcp, interleave) for dcp in (prefill, decode))
+    check(Pair.start(server, one, other))
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [((2, 4), (4, BLOCK)), ((4, BLOCK), (2, 1)), ((4, 1), (4, 8))], ids=str)
 def test_every_byte_arrives_between_other_interleaves(
     server: Server, connector: Connector, prefill: tuple[int, int], decode: tuple[int, int]
 ) -> None:
-    check(Pair.start(server, *(setup_of("mla", connector, *shares) for shares in (prefill, decode))))
+    check(Pair.start(server, setup_of("mla", connector, *prefill), setup_of("mla", connector, *decode)))
 
 
 @pytest.mark.parametrize("is_turned", [False, True])
