@@ -91,7 +91,8 @@ class PrefillRanks:
         self._mint = self._new_mint()
 
     def __repr__(self) -> str:
-        return f"<PrefillRanks {self.engine_id!r}, tp_size {self.tp_size}, pp_size {self.pp_size}>"
+        shared = f", num_token_shards {self.num_token_shards}" if self.num_token_shards > 1 else ""
+        return f"<PrefillRanks {self.engine_id!r}, tp_size {self.tp_size}, pp_size {self.pp_size}{shared}>"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_mint": None}

@@ -727,7 +727,7 @@ class InternalError(Told):
 
 
 class SlowGeometry(Told):
-    """The memory orders of the two sides fit badly, so reads need many small pieces."""
+    """The two sides' memory orders or shares of tokens fit badly, so reads need many small pieces."""
 
     side, levels = "decode", ("warning",)
     until = ADVICE

@@ -16,6 +16,7 @@ from rich.console import Console
 from asynckv.errors import ConfigError
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Group, Layout, Memory, TokenShard, View, dense_part
+from asynckv.geometry.match import predicted
 from asynckv.tools import cli
 from asynckv.tools.plan import bound
 from asynckv.tools.plan.explain import explain, show
@@ -88,8 +89,20 @@ def test_tokens_between_ranks_that_share_them_differently() -> None:
     alike = explain(there, there, 64, 0)
     assert [[x["remote"] for x in r["reads"]] for r in alike["ranks"]] == [["tp0"], ["tp1"], ["tp2"], ["tp3"]]
     shown = text(alike)
-    assert "latent: tokens 3 of 4 by 1 (4 layers)" in shown
+    assert "latent: tokens 3 of 4 by 1, here tokens 3 of 4 by 1 (4 layers)" in shown
     assert "prefill tp1: decode tp0, tp2-3 (which read nothing from it), tp1\n" in shown
+
+
+def test_a_plan_names_the_replicas_that_an_engine_reads() -> None:
+    """Two heads on eight ranks: neighbours share tokens by two, so each head is there twice."""
+    model = Model("m", (Heads(2, 64),))
+    here, there = ranks(model, 2), ranks(model, 8, dcp=2)
+    reads = [[x["remote"] for x in rank["reads"]] for rank in explain(here, there, 64, 0)["ranks"]]
+    assert reads == [["tp0", "tp1"], ["tp6", "tp7"]]
+    assert [predicted(x, range(4 * x.tp_rank, 4 * x.tp_rank + 4), 8, 2) for x in here] == [[0, 1], [6, 7]]
+    unshared = explain(here, ranks(model, 8), 64, 0)["ranks"]
+    assert [[x["remote"] for x in rank["reads"]] for rank in unshared] == [["tp0"], ["tp4"]]
+    assert [predicted(x, range(4 * x.tp_rank, 4 * x.tp_rank + 4), 8) for x in here] == [[0], [4]]
 
 
 def test_heads_that_ranks_share_by_token_are_said_with_both() -> None:

@@ -474,6 +474,13 @@ def test_copies_of_blocks_that_there_are_not_are_refused(blocks: Any, message: s
         plan_copies(tables_of(both, both), blocks)
 
 
+def test_blocks_are_not_copied_one_for_one_to_a_range_with_another_share_of_tokens() -> None:
+    layers = (latent(),)
+    whole, shared = (Engine(layers, (GroupSpec((0,), 16, share=share),), tp_size=2) for share in ((1, 1), (2, 1)))
+    with pytest.raises(PlanRefused, match=r"\(tokens 0 of 2 by 1\) cannot be .* \(all tokens\); load"):
+        plan_copies(tables_of(whole, shared), [([1], [1])])
+
+
 def test_a_range_of_too_many_slots_is_refused_with_both_numbers() -> None:
     device = Rank(engine((attention(12),), style="split"), 0).layout
     with pytest.raises(LayoutError, match=r"2 pieces per kernel block x 1073741824 blocks .* or declare fewer blocks"):

@@ -141,10 +141,10 @@ def test_a_rank_with_all_tokens_has_the_layout_that_it_always_had(more: dict[str
         ((4, 2, 1), {}, "tp_rank 5 of 8 cannot have shard 2 of 4; .* the rank is tp_rank modulo the size"),
         ((1, 5, 1), {}, "tp_rank 5 of 8 cannot have shard 5 of 1; the size is 2 or more"),
         ((3, 2, 1), {}, "tp_rank 5 of 8 cannot have shard 2 of 3; the size .* divides tp_size"),
-        ((4, 1, 3), {}, "an interleave of 3 does not fit 4 tokens per block and 4 per kernel block on each rank"),
+        ((4, 1, 3), {}, "an interleave of 3 does not fit 4 tokens per block and 4 per kernel block on each of 4 ranks"),
         ((4, 1, 1), {"block_size": 18}, "kernel blocks of 18 tokens on all ranks cannot be shared by 4"),
-        ((4, 1, 1), {"block_size": 4}, "holds 4 tokens .* 4 tokens per block .* counts the tokens of all 4 ranks"),
-        ((2, 1, 1), {}, "holds 4 tokens per kernel block, .* 16 tokens per block .* of all 2 ranks"),
+        ((4, 1, 1), {"block_size": 4}, "holds 4 tokens .* 4 tokens per block .* / 4 ranks = 1; .* give 16, or tensors"),
+        ((2, 1, 1), {}, "holds 4 tokens per kernel block, .* / ratio 1 = 16 / 2 ranks = 8; .* so give 8, or tensors"),
         (None, {}, "dim 'token' has 4 entries, but 16 were declared"),
     ],
 )
@@ -204,7 +204,11 @@ def test_a_wrong_list_of_shares_is_refused(shards: Any, message: str) -> None:
         (Group("g", 16, 8, window=8), {}, "a group with a window of 8 tokens cannot be shared by token"),
         (Group("g", 16, 8), {"order": ("block", "x", "dim")}, "has no dim named 'token'.*keep its group whole"),
         (Group("g", 32, 8), {"tokens_per_entry": 2}, "entries of 2 tokens would be cut .* interleave a multiple of 2"),
-        (Group("g", 32, 8), {}, "holds 4 tokens per kernel block, .* 32 tokens per block .* of all 4 ranks"),
+        (
+            Group("g", 32, 8),
+            {},
+            "holds 4 tokens per kernel block, .* / ratio 1 = 32 / 4 ranks = 8; .* so give 16, or tensors",
+        ),
     ],
 )
 def test_a_group_that_cannot_be_shared_is_refused(group: Group, changes: dict[str, Any], message: str) -> None:

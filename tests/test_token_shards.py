@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from asynckv.core import wire
 from asynckv.edges.torch import TensorPart, register_parts, register_tensors
 from asynckv.errors import LayoutError, RemoteTooShort
-from asynckv.geometry import check, match, tables
+from asynckv.geometry import check, match
 from asynckv.geometry.check import check_layout, decode_layout
 from asynckv.geometry.layout import Dim, Group, Layout, Memory, Part, TokenShard, View, fingerprint
 from asynckv.geometry.match import NotCovered, remote_ranks
@@ -339,13 +339,21 @@ def test_ranks_with_different_heads_do_not_hold_one_head_together() -> None:
 
 
 def test_blocks_that_begin_together_too_rarely_are_refused_with_the_number() -> None:
-    def regular(here: int, there: int) -> int:
-        groups, shards = (Group("a", here, 1), Group("b", there, 1)), (TokenShard(0), TokenShard(0, 2, 0, 1))
-        return GroupPair(0, 0, *groups, 1, shards).regular[0]
+    def read(*blocks: tuple[int, int]) -> None:
+        """Pairs of groups, each with our block size and theirs, which two ranks share."""
+        layers = tuple(LayerSpec(f"l{i}", (PartSpec("kv", (("x", 1),)),)) for i in range(len(blocks)))
+        local = tuple(GroupSpec((i,), here, num_blocks=1) for i, (here, _) in enumerate(blocks))
+        remote = tuple(GroupSpec((i,), there, num_blocks=1, share=(2, 1)) for i, (_, there) in enumerate(blocks))
+        ranks = [Rank(Engine(layers, remote, tp_size=2), rank, base=1 << 41) for rank in range(2)]
+        oracle.maps(Rank(Engine(layers, local), 0), ranks)
 
-    assert regular(4, 65_536) == tables.MAX_PERIOD == 65_536
-    with pytest.raises(LayoutError, match=r"3 tokens here and 65536 there, .* only every 196608 tokens, .* 65536"):
-        regular(3, 65_536)
+    read((4, 65_536))
+    with pytest.raises(
+        LayoutError, match=r"\[3\] tokens here and \[65536\] there, .* every 196608 tokens in all, .* 65536"
+    ):
+        read((3, 65_536))
+    with pytest.raises(LayoutError, match=r"groups \[0, 1\], .* 65544 tokens in all"):
+        read((4, 65_536), (8, 8))
 
 
 # -- registration, and older versions ----------------------------------------------------------------------
@@ -390,6 +398,7 @@ def test_a_share_of_the_tokens_is_registered_beside_groups_that_are_whole() -> N
     [
         (declared(schema=1), "schema 1 and 1 token_shards; give schema=2 with any"),
         (declared(token_shards=msgspec.UNSET), "schema 2 and 0 token_shards"),
+        (declared(schema=1, token_shards=()), "schema 1 and 0 token_shards; give .* and no token_shards"),
         (declared(SHARD, SHARD), r"\(group, size\) \[\(0, 2\), \(0, 2\)\]; give one per group"),
         (declared(SHARD, TokenShard(1, 4, 1), groups=(GROUP, GROUP)), r"\[\(0, 2\), \(1, 4\)\]; .* all of one size"),
         (declared(TokenShard(1, 2, 1)), "names group 1, but the layout has 1 groups"),
@@ -407,13 +416,13 @@ def test_a_share_of_the_tokens_is_registered_beside_groups_that_are_whole() -> N
         (declared(TokenShard(0, 2, 1, 16)), "an interleave of 16 does not fit 8 tokens per block"),
         (
             declared(TokenShard(0, 2, 1, 4), groups=(Group("mla", 48, 8, 4),)),
-            "an interleave of 4 does not fit 24 tokens per block and 6 per kernel block on each rank",
+            "an interleave of 4 does not fit 24 tokens per block and 6 per kernel block on each of 2 ranks",
         ),
         (declared(rows=4, entry=2), "entries of 2 tokens would be cut by tokens 1 of 2 by 1; make .* a multiple of 2"),
         (declared(name="row"), "no dim named 'token', so it covers whole kernel blocks and cannot be shared by token"),
         (
             declared(rows=16),
-            "holds 16 tokens per kernel block, .* / ratio 1 = 16; block_size counts the tokens of all 2 ranks",
+            "holds 16 tokens per kernel block, .* / ratio 1 = 16 / 2 ranks = 8; .* give 32, or tensors that hold less",
         ),
     ],
 )
@@ -485,7 +494,7 @@ PLANTED = {
     ),
     "the period is the greater block": Bug(
         GroupPair,
-        "regular",
+        "period",
         "math.lcm(period, group.kernel_size if is_fine else group.block_size)",
         "max(period, group.kernel_size)",
         ways(TWO, TWO_BY_2),

@@ -163,7 +163,8 @@ class Peers:
             failure = Reason.WRONG_TARGET, text
         elif peer.layout is not None and (found := peer.layout.num_token_shards) != rank.num_token_shards:
             text = f"{peer.where}: its layout has num_token_shards {found}, but the params say {rank.num_token_shards}"
-            failure = Reason.GEOMETRY, f"{text}; give PrefillRanks num_token_shards={found}"
+            remedy = "give PrefillRanks the number of its ranks' layouts, and every rank the same"
+            failure = Reason.GEOMETRY, f"{text}; {remedy}"
         elif peer.may_be_met and now >= peer.not_before:
             if peer.layout is None:
                 self.waiting.setdefault(peer, pull_id)

@@ -394,7 +394,10 @@ class PrefillSide:
             f"{params.pp_size}, but this is {engine_id!r} of {tp_size} and {pp_size}"
         )
         if (said := params.num_token_shards or 1) != shards:
-            text += f", with num_token_shards {shards}, not {said}; give PrefillRanks num_token_shards={shards}"
+            text += (
+                f", with num_token_shards {shards}, not {said}; give PrefillRanks the number of its ranks' layouts, "
+                f"and every rank the same"
+            )
         return LocalProtocolError(text)
 
     def _follow(self, lease: Lease, effects: Effects, noted: int) -> None:

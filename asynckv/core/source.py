@@ -199,7 +199,8 @@ class Source:
             self.lent_by = LONG_AGO
         else:
             self.lent_by = min(self.lent_by, now - grant.lent_for_s * (1 - RATE_MARGIN))
-        # Where nothing was to be read, nothing is renewed, even if an old grant arrives late.
+        # Where nothing was to be read, nothing is renewed, even if an old grant arrives late. Such a lease may expire
+        # before the pull ends.
         reads = self.first_posted_at < math.inf or not self.proven
         if reads and (deadline > now or grant.nonce == next(reversed(self.nonces))):
             self.claims = 0

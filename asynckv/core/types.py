@@ -290,7 +290,7 @@ def decode_params(value: object) -> KVTransferParams:
         raise RemoteProtocolError(f"params are malformed: {of_vllm(value) or exc}") from exc
     except (TypeError, OverflowError, RecursionError) as exc:
         raise RemoteProtocolError(f"params are malformed: a value cannot be sent: {exc}") from exc
-    if params.tp_size % (params.num_token_shards or 1):
+    if params.num_token_shards and params.tp_size % params.num_token_shards:
         raise RemoteProtocolError(
             f"params are malformed: num_token_shards {params.num_token_shards} does not divide tp_size {params.tp_size}"
         )

@@ -206,9 +206,10 @@ def check_layout(layout: Layout) -> None:
 
 def _check_shards(layout: Layout) -> None:
     shards = layout.token_shards or ()
-    if layout.schema != (2 if shards else 1):
+    if layout.schema != (2 if shards else 1) or layout.token_shards == ():
         raise LayoutError(
-            f"the layout has schema {layout.schema} and {len(shards)} token_shards; give schema=2 with any, and else 1"
+            f"the layout has schema {layout.schema} and {len(shards)} token_shards; give schema=2 with any, and else "
+            f"schema=1 and no token_shards"
         )
     if len({each.group for each in shards}) < len(shards) or len({each.size for each in shards}) > 1:
         raise LayoutError(
@@ -237,7 +238,8 @@ def _check_shards(layout: Layout) -> None:
         if here % turn or (kernel % turn and turn % kernel):
             raise LayoutError(
                 f"{where}: an interleave of {turn} does not fit {here} tokens per block and {kernel} per kernel block "
-                f"on each rank; it must divide the first, and divide or be a multiple of the second"
+                f"on each of {each.size} ranks; it must divide the first, and divide or be a multiple of the second "
+                f"(block_size counts the tokens of all ranks)"
             )
 
 
@@ -322,7 +324,12 @@ def _check_part(where: str, part: Part, group: Group, shard: TokenShard) -> None
             )
         if dims[TOKEN].size * part.tokens_per_entry * shard.size != group.kernel_size:
             each = f" entries of {part.tokens_per_entry}" if part.tokens_per_entry > 1 else ""
-            shared = f"; block_size counts the tokens of all {shard.size} ranks" if shard.size > 1 else ""
+            shared, here = "", dims[TOKEN].size * part.tokens_per_entry
+            if shard.size > 1:
+                shared = (
+                    f" / {shard.size} ranks = {group.kernel_size // shard.size}; block_size counts the tokens of all "
+                    f"ranks, so give {here * shard.size * group.ratio}, or tensors that hold less"
+                )
             raise LayoutError(
                 f"{where}: holds {dims[TOKEN].size}{each} tokens per kernel block, but group {group.name!r} has "
                 f"{group.block_size} tokens per block / ratio {group.ratio} = {group.kernel_size}{shared}"
@@ -341,7 +348,8 @@ def _check_part(where: str, part: Part, group: Group, shard: TokenShard) -> None
         if part.axis == TOKEN:
             raise LayoutError(
                 f"{where}: axis {TOKEN!r} cannot be sharded, because every rank holds whole blocks of tokens; name the "
-                f"dim that tensor parallelism cuts, or none (axis='') if every rank holds the same"
+                f"dim that tensor parallelism cuts, or none (axis='') if every rank holds the same, and give "
+                f"token_shards if ranks share tokens"
             )
         if part.axis not in dims:
             near = did_you_mean(part.axis, dims)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from asynckv.errors import LayoutError, PlanRefused
 from asynckv.geometry.blocks import BlockList, check_blocks
@@ -55,10 +56,11 @@ def plan_copies(tables: PeerTables, blocks: Sequence[tuple[Ids, Ids]]) -> Plan:
         name = f"group {pair.local_index} ({pair.local.name!r})"
         ids, slots = (np.asarray(each, np.int64) for each in blocks[pair.local_index])
         here, there = ((g.block_size, g.ratio) for g in (pair.local, pair.remote))
-        if here != there or pair.local_index != pair.remote_index:
+        mine, theirs = (replace(shard, group=0) for shard in pair.shards)
+        if here != there or mine != theirs or pair.local_index != pair.remote_index:
             raise PlanRefused(
-                f"{name}: blocks of {here[0]} tokens in {here[1]} kernel blocks cannot be copied one for one to group "
-                f"{pair.remote_index} with {there[0]} in {there[1]}; load them by their tokens"
+                f"{name}: blocks of {here[0]} tokens in {here[1]} kernel blocks ({mine}) cannot be copied one for one "
+                f"to group {pair.remote_index} with {there[0]} in {there[1]} ({theirs}); load them by their tokens"
             )
         if ids.shape != slots.shape:
             raise PlanRefused(f"{name}: {ids.size} blocks and {slots.size} slots; each block needs one slot")

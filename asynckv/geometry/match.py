@@ -6,7 +6,8 @@ if and only if `[d/T_D, (d+1)/T_D)` overlaps `[p/T_P, (p+1)/T_P)`. Neighbouring 
 one. Every decode stage answers for every prefill stage.
 
 **Reads** are known after the handshakes: `assign` covers our ranges with those of the remote ranks. Ranks with the same
-range and different tokens are together what one rank is otherwise. Among replicas each rank takes its own by place.
+range and different tokens are together what one rank is otherwise. Among replicas the first is read; where ranks share
+tokens, each reader takes its own by place, so that what is whole there is not read from one rank by all.
 `predicted` names the ranks to shake hands with first. `compare` refuses layouts that cannot be planned at all. Views
 and parts are matched by (layer, part); a layer is matched by its own name and by its aliases.
 
@@ -27,6 +28,7 @@ from asynckv.errors import LayoutError
 from asynckv.geometry.layout import TOKEN, Dim, Group, Layout, Part, TokenShard, View, shard
 
 MAX_DIFFERENCES = 16
+WHOLE = 0, 0  # the range of a part without an axis, which every rank holds whole
 COLUMN = "column"  # the dim of a convolution's state along its last inputs
 COLUMNS = "columns of the convolution"
 SAME_MODEL = "give both engines the same model, quantisation and speculative decoding"
@@ -48,7 +50,8 @@ REMEDIES = {
     ),
     "dims": SAME_MODEL,
     "held ranges": "name all ranks of the lending engine in its PrefillRanks; together they hold the whole axis",
-    "held tokens": "name all ranks of the lending engine in its PrefillRanks; those of one range hold all its tokens",
+    "held tokens": "ranks that share tokens hold the same range, with one size and one interleave; name all of them in "
+    "the PrefillRanks of the lending engine",
 }
 """Remedies of differences, by the words that their fields begin with."""
 
@@ -270,23 +273,19 @@ def _axis(part: Part) -> str:
 def predicted(layout: Layout, ranks: Sequence[int], size: int, shards: int = 1) -> list[int]:
     """Return the remote `ranks` that will be read if they share heads in the usual way; otherwise all of them.
 
-    If neighbours share tokens, all of them are named, because nothing tells how before they have met.
+    Of neighbours that share tokens all are named, because their interleave is not known before they have met.
     """
-    if shards > 1:
-        return list(ranks)
-    chosen = set()
-    for axis, (lo, hi), extent in {(p.axis, p.held, p.extent) for v in layout.views for p in v.parts}:
-        if not axis:
-            chosen.add(ranks[0])
-            continue
+    chosen, place = set[int](), layout.tp_rank if shards > 1 else 0
+    theirs = [TokenShard(0, shards, rank % shards) for rank in ranks]
+    for axis, mine, extent in {(p.axis, p.held, p.extent) for v in layout.views for p in v.parts}:
         try:
-            held = [shard(extent, rank, size) for rank in ranks]
+            held = [shard(extent, rank, size) if axis else WHOLE for rank in ranks]
         except LayoutError:
             return list(ranks)
-        for i, _, _ in _cover(lo, hi, held):
-            if i is None:
+        for found, _, _ in _cover_tokens(mine if axis else WHOLE, held, TokenShard(0), theirs, place):
+            if not found:
                 return list(ranks)
-            chosen.add(ranks[i])
+            chosen.update([ranks[i] for i in found])
     return sorted(chosen)
 
 
@@ -312,7 +311,7 @@ def _cover_tokens(
 ) -> Iterator[tuple[Sequence[int], int, int]]:
     """Cover a range of an axis and our tokens of it: `(indices of ranks that together hold them, start, end)`.
 
-    A range without an axis is `(0, 0)` on every rank. No index is given for what no ranks hold.
+    A part without an axis is `WHOLE` on every rank. No index is given for what no ranks hold.
     """
     alike: dict[tuple[int, int], list[int]] = {}
     for at, other in enumerate(others):
@@ -321,7 +320,7 @@ def _cover_tokens(
         other: [ranks[i] for i in holders(mine, [theirs[at] for at in ranks], place)] for other, ranks in alike.items()
     }
     whole = [(other, ranks) for other, ranks in chosen.items() if ranks]
-    if held == (0, 0):
+    if held == WHOLE:
         yield (whole[0][1] if whole else ()), 0, 0
     for number, lo, hi in _cover(*held, [other for other, _ in whole]):
         yield (() if number is None else whole[number][1]), lo, hi
@@ -332,7 +331,7 @@ def holders(mine: TokenShard, theirs: Sequence[TokenShard], place: int) -> list[
 
     Args:
         theirs: The shares of remote ranks that are alike otherwise. Several may be equal; then they are replicas.
-        place: Our place among the readers, by which replicas are chosen.
+        place: The number of the replica that is taken, modulo their number.
     """
     ways: dict[tuple[int, int], dict[int, list[int]]] = {}
     for at, each in enumerate(theirs):
@@ -370,6 +369,7 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
     All layouts must be checked and comparable. `groups` are our groups with a wanted block. Raise `NotCovered` if a
     layer or a range is missing.
     """
+    place = local.tp_rank if any(remote.token_shards for remote in remotes) else 0
     held_by, names = [_layers(remote) for remote in remotes], layer_names(local)
     covers: dict[tuple[object, ...], list[tuple[Sequence[int], int, int]]] = {}  # for layers that are alike
     out: list[list[Share]] = [[] for _ in remotes]
@@ -391,9 +391,9 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
                 what = f"sharded axis of layer {view.layer!r} part {part.name!r}"
                 raise NotCovered([Difference(what, _axis(part), _axis(other[0]))])
             mine, theirs = local.shard(view.group), [remotes[i].shard(v.group) for i, v, _ in twins]
-            held = [each.held if part.axis else (0, 0) for each in (part, *[twin for *_, twin in twins])]
+            held = [each.held if part.axis else WHOLE for each in (part, *[twin for *_, twin in twins])]
             if (key := (*held, mine, *theirs)) not in covers:
-                covers[key] = list(_cover_tokens(held[0], held[1:], mine, theirs, local.tp_rank))
+                covers[key] = list(_cover_tokens(held[0], held[1:], mine, theirs, place))
             for ranks, lo, hi in covers[key]:
                 for at in ranks:
                     i, remote_view, twin = twins[at]

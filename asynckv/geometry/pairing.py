@@ -167,12 +167,12 @@ class BlockLists:
         if int(block.max()) >= there.num_blocks:
             raise _no_such_block(pair, int(block.max()))
         local, remote = at * here.ratio + kernel % here.ratio, block * there.ratio + source % there.ratio
-        if pair.part != pair.held:
+        if pair.unit != pair.held:
             local, remote = (
-                block * parts + offset // part
-                for block, parts, offset, part in zip((local, remote), pair.parts, spans, pair.part, strict=False)
+                block * units + offset // unit
+                for block, units, offset, unit in zip((local, remote), pair.units, spans, pair.unit, strict=False)
             )
-            spans[:2] %= np.array(pair.part)[:, None]
+            spans[:2] %= np.array(pair.unit)[:, None]
         return tuple(_by_span(pair, spans, local, remote))
 
     def _window(self, pair: GroupPair, listed: int, lent_from: int) -> tuple[int, int]:

@@ -37,14 +37,14 @@ from asynckv.geometry.strides import count_descriptors, step_along, strided_desc
 # The cost of an untrusted peer's layout is bounded step by step:
 #
 #     tokens until blocks begin anew  MAX_PERIOD    where ranks share tokens, before any is looked at
-#     spans of two block sizes        MAX_KINDS     before they are listed
+#     spans of two block sizes        MAX_KINDS     before they are listed, or after, where ranks share tokens
 #     spans x shapes of parts         MAX_SHAPES    before any row is counted
 #     rows of all regular tables      MAX_ROWS      counted before any is made; later for each table by itself
 #     tables made beforehand          MAX_REGULAR   none for a pair of groups that has more of them
 #     tables kept, and their rows     MAX_TABLES, MAX_KEPT_ROWS    after each plan
 
 MAX_TABLES = 1024  # most tables kept per peer; the least recently used go first
-MAX_PERIOD = 65_536  # most tokens after which both sides' shared blocks begin anew
+MAX_PERIOD = 65_536  # most tokens after which both sides' shared blocks begin anew, of all pairs of groups together
 MAX_KINDS = 1024  # most kinds of spans of two block sizes; sizes that share boundaries too rarely are refused
 MAX_SHAPES = 4096  # most kinds of spans times shapes of parts, because the strides come from an untrusted peer
 MAX_REGULAR = 64  # most tables that are made for a pair of groups before any request needs them
@@ -150,44 +150,39 @@ class GroupPair:
         self.local_size, self.remote_size = local.kernel_size, remote.kernel_size  # in tokens
         self.remote_blocks = remote.num_kernel_blocks  # kernel blocks of the remote group
         self.held = self.local_size // mine.size, self.remote_size // theirs.size  # tokens of a kernel block
-        self.part = self.held  # of what is addressed as a block (`divide`)
+        self.unit = self.held  # tokens of what is addressed as a block (`divide`)
         self.whole = Span(local_index, remote_index, 0, 0, self.held[0] if local.kind == "tokens" else 0)
         # Equal for ranks with the same pairs of blocks.
         self.key: tuple[object, ...] = (local_index, remote_index, remote, entry, theirs)
 
     @property
-    def parts(self) -> tuple[int, int]:
-        """Number of blocks as which each kernel block is addressed, here and there."""
-        return self.held[0] // self.part[0], self.held[1] // self.part[1]
+    def units(self) -> tuple[int, int]:
+        """Number of units in each kernel block, here and there."""
+        return self.held[0] // self.unit[0], self.held[1] // self.unit[1]
 
     def divide(self, here: bool, there: bool) -> None:
-        """Address parts of kernel blocks as blocks, so that cuts that differ only in their place are of one span.
+        """Address units of kernel blocks as blocks, so that cuts that differ only in their place are of one span.
 
         Fewer tables, longer reads and fewer packed copies follow. An example: our rank holds every eighth token, in
-        blocks of 64, and theirs all, in blocks of 64. Eight of their blocks fill one of ours, each another part.
+        blocks of 64, and theirs all, in blocks of 64. Eight of their blocks fill one of ours, each another eighth.
 
         Args:
             here, there: True if the blocks of our rank, or of theirs, follow one another as their tokens do.
         """
-        offsets, tokens, (count, *steps) = (
-            self.regular[1].spans[:2],
-            self.regular[1].spans[2],
-            self.regular[1].spans[3:],
-        )
+        *offsets, tokens, count, mine, theirs = self.regular.spans
         # A recipe names blocks of the owner. So theirs are divided only if there is nothing to gather in them.
-        there = there and bool(((count == 1) | (steps[1] == tokens)).all())
-        part = list(self.held)
-        for side, is_like in enumerate((here, there)):
-            offset, size = offsets[side], int(np.gcd.reduce(np.append(offsets[side] - offsets[side, 0], part[side])))
-            # Each cut must lie in one part. `_cut` sees to that for the first and the last tokens of a request.
-            if is_like and (offset % size + (count - 1) * steps[side] + tokens <= size).all():
-                part[side] = size
-        self.part = part[0], part[1]
-        self.key = (*self.key, self.part)
+        there = there and bool(((count == 1) | (theirs == tokens)).all())
+        units = []
+        for can, offset, step, held in zip((here, there), offsets, (mine, theirs), self.held, strict=True):
+            unit = int(np.gcd.reduce(np.append(offset - offset[0], held)))
+            # Each cut must lie in one unit. `_cut` sees to that for the first and the last tokens of a request.
+            units.append(unit if can and (offset % unit + (count - 1) * step + tokens <= unit).all() else held)
+        self.unit = units[0], units[1]
+        self.key = (*self.key, self.unit)
 
     def cuts(self, first: int, end: int) -> Cuts:
         """Cut the tokens `first ... end - 1` that both ranks hold, where ranks share tokens."""
-        period, regular = self.regular
+        period, regular = self.period, self.regular
         begin, stop = -(-first // period), end // period
         if begin >= stop:
             return self._cut(first, end)
@@ -199,19 +194,18 @@ class GroupPair:
         return Cuts._make([np.concatenate(each, axis=-1) for each in zip(*found, strict=True)])
 
     @cached_property
-    def regular(self) -> tuple[int, Cuts]:
-        """The number of tokens after which the blocks of both ranks begin anew, and the cuts of so many."""
-        period, (mine, theirs) = 1, self.shards
+    def period(self) -> int:
+        """The number of tokens after which the blocks of both ranks begin anew."""
+        period = 1
         for group, shard in zip((self.local, self.remote), self.shards, strict=True):
             is_fine = group.kernel_size // shard.size % shard.interleave == 0
             period = math.lcm(period, group.kernel_size if is_fine else group.block_size)
-        if period > MAX_PERIOD:
-            raise LayoutError(
-                f"group {self.local_index}: blocks of {self.local.block_size} tokens here and "
-                f"{self.remote.block_size} there, with {mine} and {theirs}, begin together only every {period} tokens, "
-                f"more than {MAX_PERIOD}; use block sizes with a common factor"
-            )
-        return period, self._cut(0, period)
+        return period
+
+    @cached_property
+    def regular(self) -> Cuts:
+        """The cuts of one period."""
+        return self._cut(0, self.period)
 
     def _cut(self, first: int, end: int) -> Cuts:
         tokens = np.arange(first, end, dtype=np.int64)
@@ -221,7 +215,7 @@ class GroupPair:
         remote, there = np.divmod(theirs.place(tokens), self.remote_size // theirs.size)
         # First tokens that follow one another on both sides are joined to stretches, then stretches of equal length and
         # distance to spans.
-        rows = np.stack((tokens, local, remote, here // self.part[0], there // self.part[1], here, there))
+        rows = np.stack((tokens, local, remote, here // self.unit[0], there // self.unit[1], here, there))
         steps = np.diff(rows, prepend=rows[:, :1] - 2)
         rows, lengths = _joined(rows, ~((steps[1:5] == 0).all(axis=0) & (steps[5:] == 1).all(axis=0)))
         steps = np.diff(rows, prepend=rows[:, :1])
@@ -281,12 +275,20 @@ class PeerTables:
             for (a, b), shares in pairs.items()
         )
         self._pairs = dict(zip(pairs, self.group_pairs, strict=True))
+        shared = [pair for pair in self.group_pairs if pair.is_shared]
+        if (tokens := sum([pair.period for pair in shared])) > MAX_PERIOD:
+            raise LayoutError(
+                f"groups {[pair.local_index for pair in shared][:8]}, which ranks share by token, have blocks of "
+                f"{[pair.local.block_size for pair in shared][:8]} tokens here and "
+                f"{[pair.remote.block_size for pair in shared][:8]} there, which begin together only every {tokens} "
+                f"tokens in all, more than {MAX_PERIOD}; use block sizes with a common factor"
+            )
         for key, pair in self._pairs.items():
             if pair.is_shared:
                 here = all(_is_dense(share.local_view, share.local_part) for share in pairs[key])
                 there = all(_is_dense(share.remote_view, share.remote_part) for share in pairs[key])
                 pair.divide(here, there)
-        self._alike = {key: _sort_alike(pairs[key], pair.parts) for key, pair in self._pairs.items()}
+        self._alike = {key: _sort_alike(pairs[key], pair.units) for key, pair in self._pairs.items()}
         spans = [span for pair in self.group_pairs for span in self._regular_spans(pair)]
         if (rows := sum(map(self._num_rows, spans))) > MAX_ROWS:
             raise LayoutError(
@@ -302,13 +304,13 @@ class PeerTables:
     def _regular_spans(self, pair: GroupPair) -> list[Span]:
         if pair.local.kind == "state":
             return [pair.whole]
-        group, local_size, remote_size = pair.local_index, pair.local_size, pair.remote_size
-        period, cuts = math.lcm(local_size, remote_size), list[Sequence[int]]()
-        count = period // local_size + period // remote_size
+        group, local_size, remote_size, period = pair.local_index, pair.local_size, pair.remote_size, pair.period
         if pair.is_shared:
-            here, there, *others = pair.regular[1].spans
-            cuts = np.unique((here % pair.part[0], there % pair.part[1], *others), axis=1).T.tolist()
+            here, there, *others = pair.regular.spans
+            cuts = np.unique((here % pair.unit[0], there % pair.unit[1], *others), axis=1).T.tolist()
             count = len(cuts)
+        else:
+            count = period // local_size + period // remote_size
         if count > MAX_KINDS:
             raise LayoutError(
                 f"group {group}: kernel blocks of {local_size} tokens here and {remote_size} there share a boundary "
@@ -383,9 +385,9 @@ class PeerTables:
     def _compile(self, span: Span) -> DescTable:
         pair = span.group, span.remote_group
         count = self._num_rows(span)
-        parts = self._pairs[pair].parts
-        local_blocks = self.local.groups[span.group].num_kernel_blocks * parts[0]
-        remote_blocks = self.remote.groups[span.remote_group].num_kernel_blocks * parts[1]
+        units = self._pairs[pair].units
+        local_blocks = self.local.groups[span.group].num_kernel_blocks * units[0]
+        remote_blocks = self.remote.groups[span.remote_group].num_kernel_blocks * units[1]
         if count > MAX_ROWS or count * max(local_blocks, remote_blocks) > MAX_DESCRIPTORS:
             raise LayoutError(
                 f"group {span.group}: {count} pieces per kernel block x {max(local_blocks, remote_blocks)} blocks are "
@@ -394,7 +396,7 @@ class PeerTables:
             )
         kinds = self._alike[pair]
         rows = _merge(np.concatenate([kind.rows(span) for kind in kinds]))
-        pack_bytes = self._pack_bytes if parts[1] == 1 else 0  # a recipe names whole blocks
+        pack_bytes = self._pack_bytes if units[1] == 1 else 0  # a recipe names whole blocks
         staged = _stage(kinds, span, self._costs, rows, pack_bytes) if self._costs is not None else None
         rows, boxes, box_of, pack_bytes = staged or (rows, (), _NO_BOXES, 0)
         sides = rows[:, 0:3], rows[:, 3:6], local_blocks, remote_blocks
@@ -502,8 +504,8 @@ def _is_dense(view: View, part: Part) -> bool:
     return any(dim.name == TOKEN and dim.size * dim.stride == view.stride for dim in part.dims)
 
 
-def _sort_alike(shares: Sequence[Share], parts: tuple[int, int]) -> list[_Alike]:
-    """Sort shares by shape; `parts` of each kernel block, here and there, are addressed as blocks of their own."""
+def _sort_alike(shares: Sequence[Share], units: tuple[int, int]) -> list[_Alike]:
+    """Sort shares by shape; `units` of each kernel block, here and there, are addressed as blocks."""
     found: dict[_Shape, list[tuple[int, ...]]] = {}
     for local_view, remote_view, local, remote, lo, hi in shares:
         twins = {d.name: d for d in remote.dims}
@@ -524,8 +526,8 @@ def _sort_alike(shares: Sequence[Share], parts: tuple[int, int]) -> list[_Alike]
                 dims.append((size, dim.stride, twin.stride))
         shape = _Shape(local.itemsize, local.tokens_per_entry, tuple(dims), token, around)
         place = (
-            *(local_view.memory, local_start, local_view.stride // parts[0]),
-            *(remote_view.memory, remote_start, remote_view.stride // parts[1]),
+            *(local_view.memory, local_start, local_view.stride // units[0]),
+            *(remote_view.memory, remote_start, remote_view.stride // units[1]),
         )
         found.setdefault(shape, []).append(place)
     return [_Alike(shape, np.array(places, np.int64)) for shape, places in found.items()]

@@ -273,6 +273,12 @@ def _shared(layer: str, spec: Any, kind: Any, tensor: Tensor, place: Place, fact
         kernel_tokens = tensor.shape[2] * kind.tokens_per_entry
         if kind.is_by_token or place.interleave % kernel_tokens == 0:
             return dataclasses.replace(kind, is_shared=True)
+    else:
+        raise ConfigError(
+            f"layer {layer!r} ({facts.backend(layer) or type(spec).__name__}): the structure of its blocks is not "
+            f"known, so the tokens of {place.dcp_size} ranks cannot be told apart; set "
+            f"--decode-context-parallel-size to 1"
+        )
     raise ConfigError(
         f"layer {layer!r} ({facts.backend(layer) or type(spec).__name__}) keeps an order of its own inside a kernel "
         f"block of {tensor.shape[2]} entries, so the tokens of {place.dcp_size} ranks cannot be told apart; set "

@@ -23,6 +23,7 @@ from asynckv.geometry.match import (
     compare,
     layer_names,
     owed_readers,
+    predicted,
     remote_ranks,
     strange_layers,
 )
@@ -214,7 +215,7 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
     if row["refused"]:
         return row
     try:
-        needed = [(other, share) for other, share in zip(answered, assign(layout, answered), strict=True) if share]
+        needed = [(other, share) for other, share in _shares(layout, answered) if share]
         ways = [
             [PeerTables(layout, other, share, itertools.count(1), costs, packs(other)) for other, share in needed]
             for costs in (TYPICAL if packs(layout) else None, None)
@@ -237,6 +238,18 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
     for name in ("bytes", "bytes_read"):
         row[name] = sum(read[name] for read in row["reads"])
     return row
+
+
+def _shares(layout: Layout, answered: Sequence[Layout]) -> Iterator[tuple[Layout, Sequence[Share]]]:
+    """Yield what is read of each rank, as an engine chooses: of the predicted ranks, if they have everything."""
+    size, shards = answered[0].tp_size, answered[0].num_token_shards
+    first = predicted(layout, sorted({x.tp_rank for x in answered}), size, shards)
+    some = [x for x in answered if x.tp_rank in first]
+    try:
+        found = assign(layout, some)
+    except NotCovered:
+        some, found = list(answered), assign(layout, answered)
+    yield from zip(some, found, strict=True)
 
 
 def _refusal(remote: str, d: Difference) -> dict[str, Any]:
@@ -495,8 +508,8 @@ def _names(names: Iterable[str]) -> str:
 
 def _what(group: dict[str, Any]) -> str:
     """Return one line per range, with all parts that are cut in this way, and the shares of tokens that both hold."""
-    both = [str(TokenShard(0, **group["token_shards"][x])) for x in ("remote", "local") if group["token_shards"][x]]
-    tokens = ", here ".join(dict.fromkeys(both))
+    sides = [(word, group["token_shards"][x]) for word, x in (("", "remote"), ("here ", "local"))]
+    tokens = ", ".join([f"{word}{TokenShard(0, **shard)}" for word, shard in sides if shard])
     lines = grouped(((x["axis"], *x["range"], x["extent"], x["layers"]), x["part"]) for x in group["parts"])
     out = []
     for (axis, lo, hi, extent, layers), names in lines.items():
