@@ -57,10 +57,12 @@ def plan_copies(tables: PeerTables, blocks: Sequence[tuple[Ids, Ids]]) -> Plan:
         ids, slots = (np.asarray(each, np.int64) for each in blocks[pair.local_index])
         here, there = ((g.block_size, g.ratio) for g in (pair.local, pair.remote))
         mine, theirs = (replace(shard, group=0) for shard in pair.shards)
-        if here != there or mine != theirs or pair.local_index != pair.remote_index:
+        if mine != theirs:
+            raise PlanRefused(f"{name}: {mine} cannot be copied one for one to {theirs}; load them by their tokens")
+        if here != there or pair.local_index != pair.remote_index:
             raise PlanRefused(
-                f"{name}: blocks of {here[0]} tokens in {here[1]} kernel blocks ({mine}) cannot be copied one for one "
-                f"to group {pair.remote_index} with {there[0]} in {there[1]} ({theirs}); load them by their tokens"
+                f"{name}: blocks of {here[0]} tokens in {here[1]} kernel blocks cannot be copied one for one to group "
+                f"{pair.remote_index} with {there[0]} in {there[1]}; load them by their tokens"
             )
         if ids.shape != slots.shape:
             raise PlanRefused(f"{name}: {ids.size} blocks and {slots.size} slots; each block needs one slot")
