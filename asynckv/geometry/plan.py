@@ -161,7 +161,12 @@ def plan_read(tables: PeerTables, lists: BlockLists) -> Plan:
     sections = []
     for pair in tables.group_pairs:
         for span, local, remote in lists.pairs(tables, pair):
-            sections.append(Section(tables.table(span), local, remote))
+            table = tables.table(span)
+            if table.pack_bytes and pair.units[0] > 1:
+                # Units of one block of ours touch, but the blocks that they are packed of do not follow one another.
+                order = local.argsort(kind="stable")
+                local, remote = local[order], remote[order]
+            sections.append(Section(table, local, remote))
     return Plan(tuple(sections))
 
 
