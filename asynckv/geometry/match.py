@@ -275,7 +275,7 @@ def predicted(layout: Layout, ranks: Sequence[int], size: int, shards: int = 1) 
 
     Of neighbours that share tokens all are named, because their interleave is not known before they have met.
     """
-    chosen, place = set[int](), layout.tp_rank if shards > 1 else 0
+    chosen, place = set[int](), layout.tp_rank if shards > 1 or layout.token_shards else 0
     theirs = [TokenShard(0, shards, rank % shards) for rank in ranks]
     for axis, mine, extent in {(p.axis, p.held, p.extent) for v in layout.views for p in v.parts}:
         try:
@@ -369,7 +369,7 @@ def assign(local: Layout, remotes: Sequence[Layout], groups: Container[int] | No
     All layouts must be checked and comparable. `groups` are our groups with a wanted block. Raise `NotCovered` if a
     layer or a range is missing.
     """
-    place = local.tp_rank if any(remote.token_shards for remote in remotes) else 0
+    place = local.tp_rank if any(each.token_shards for each in (local, *remotes)) else 0
     held_by, names = [_layers(remote) for remote in remotes], layer_names(local)
     covers: dict[tuple[object, ...], list[tuple[Sequence[int], int, int]]] = {}  # for layers that are alike
     out: list[list[Share]] = [[] for _ in remotes]
