@@ -18,7 +18,6 @@ from asynckv.core.types import Reason
 from asynckv.edges.control.zmq import ZmqPlane, make_pair
 from asynckv.errors import ConfigError
 from asynckv.keys import write_pair
-from asynckv.layout import TokenShard
 from asynckv.testing import SimData, SimNetwork
 from asynckv.tools.doctor import peer
 from asynckv.tools.doctor.checks import examine
@@ -104,7 +103,7 @@ async def test_a_tensor_parallel_rank_is_asked_by_its_own_name() -> None:
 async def test_a_rank_that_shares_tokens_says_which_it_holds() -> None:
     async with engine(tp_rank=3, tp_size=4, dcp=4) as address:
         asked = await ask(address)
-    assert asked.facts.token_shards == (TokenShard(0, 4, 3, 4),)
+    assert asked.facts.token_shards == ((0, 4, 3, 4),)
     (said,) = [each.found for each in examine(Facts(peer=asked.facts)) if each.code == "to-engine"]
     assert f"layout {asked.facts.layout[:12]}, tokens 3 of 4 by 4, " in said
 

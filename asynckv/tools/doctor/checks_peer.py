@@ -80,7 +80,8 @@ def answered(facts: Facts, peer: PeerFacts) -> Iterator[Finding]:
     if not peer.engine_id:
         return
     if not peer.unwelcome:
-        layout = ", ".join([f"layout {peer.layout[:12]}", *dict.fromkeys(map(str, peer.token_shards))])
+        shares = [f"tokens {rank} of {size} by {stretch}" for _, size, rank, stretch in peer.token_shards]
+        layout = ", ".join([f"layout {peer.layout[:12]}", *dict.fromkeys(shares)])
         busy = ", ".join(f"{name} {value}" for name, value in peer.gauges.items() if value and "." not in name)
         memory = f"{peer.memory_bytes / 1e9:.3g} GB in {peer.memories} regions of {'/'.join(peer.memory_kinds)} memory"
         yield finding(

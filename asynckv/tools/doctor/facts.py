@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from msgspec import Struct, field
 
-from asynckv.geometry.layout import TokenShard
 from asynckv.version import VERSION
 
 UNLIMITED = -1
@@ -157,7 +156,7 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
     rank: str = ""
     incarnation: str = ""
     layout: str = ""
-    token_shards: tuple[TokenShard, ...] = ()
+    token_shards: tuple[tuple[int, int, int, int], ...] = ()  # group, size, rank and interleave of each share
     agent: str = ""
     memories: int = 0
     memory_bytes: int = 0

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from msgspec.structs import replace
+from msgspec.structs import astuple, replace
 
 from asynckv.account.values import decode_account
 from asynckv.config import KeysConfig
@@ -184,7 +184,7 @@ class _Asking:
             return
         self._know(
             layout=fingerprint(layout),
-            token_shards=layout.token_shards or (),
+            token_shards=tuple([astuple(each) for each in layout.token_shards or ()]),
             memories=len(layout.memories),
             memory_bytes=sum(m.length for m in layout.memories),
             memory_kinds=tuple(sorted({m.kind for m in layout.memories})),
