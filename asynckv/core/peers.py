@@ -26,7 +26,7 @@ from asynckv.core.peer import FINAL, Due, Peer, PeerEvent, PeerState
 from asynckv.core.routes import Routes
 from asynckv.core.source import RemoteRank
 from asynckv.core.timers import Timers
-from asynckv.core.types import Address, Cohort, How, Place, PullId, Reason, members, rank_name
+from asynckv.core.types import SAME_SHARDS, Address, Cohort, How, Place, PullId, Reason, members, rank_name
 from asynckv.core.wire import MAJOR, SETTLES, Message, Unwelcome, Welcome
 from asynckv.errors import LayoutError
 from asynckv.geometry.check import check_layout, decode_layout
@@ -163,8 +163,7 @@ class Peers:
             failure = Reason.WRONG_TARGET, text
         elif peer.layout is not None and (found := peer.layout.num_token_shards) != rank.num_token_shards:
             text = f"{peer.where}: its layout has num_token_shards {found}, but the params say {rank.num_token_shards}"
-            remedy = "give PrefillRanks the number of its ranks' layouts, and every rank the same"
-            failure = Reason.GEOMETRY, f"{text}; {remedy}"
+            failure = Reason.GEOMETRY, f"{text}; {SAME_SHARDS}"
         elif peer.may_be_met and now >= peer.not_before:
             if peer.layout is None:
                 self.waiting.setdefault(peer, pull_id)

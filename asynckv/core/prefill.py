@@ -35,7 +35,7 @@ from asynckv.core.outbox import LeaseOver, Outbox, Traced
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
-from asynckv.core.types import Key, KVTransferParams, Outcome, PullId, Reason, ReplyTo, RequestId
+from asynckv.core.types import SAME_SHARDS, Key, KVTransferParams, Outcome, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.wire import Ack, Claim, NotYet, Pack, Packed, Ping, Refused, Release, Renew, Unpack
 from asynckv.errors import EngineClosed, LayoutError, LocalProtocolError
 from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
@@ -394,10 +394,7 @@ class PrefillSide:
             f"{params.pp_size}, but this is {engine_id!r} of {tp_size} and {pp_size}"
         )
         if (said := params.num_token_shards or 1) != shards:
-            text += (
-                f", with num_token_shards {shards}, not {said}; give PrefillRanks the number of its ranks' layouts, "
-                f"and every rank the same"
-            )
+            text += f", with num_token_shards {shards}, not {said}; {SAME_SHARDS}"
         return LocalProtocolError(text)
 
     def _follow(self, lease: Lease, effects: Effects, noted: int) -> None:

@@ -144,6 +144,9 @@ class KVTransferParams(Struct, frozen=True, kw_only=True, gc=False):
     num_token_shards: Size | UnsetType = UNSET
 
 
+SAME_SHARDS = "give PrefillRanks the number of its ranks' layouts, and every rank the same"
+"""Remedy for params that say another `num_token_shards` than a layout."""
+
 _described = msgspec.msgpack.Decoder(KVTransferParams)
 """Decoder that is made on import, because two threads that first decode one `Struct` at once end the process with
 SIGSEGV (msgspec 0.22.0)."""

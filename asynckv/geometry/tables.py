@@ -211,8 +211,8 @@ class GroupPair:
         tokens = np.arange(first, end, dtype=np.int64)
         mine, theirs = self.shards
         tokens = tokens[mine.holds(tokens) & theirs.holds(tokens)]
-        local, here = np.divmod(mine.place(tokens), self.local_size // mine.size)
-        remote, there = np.divmod(theirs.place(tokens), self.remote_size // theirs.size)
+        local, here = np.divmod(mine.place(tokens), self.held[0])
+        remote, there = np.divmod(theirs.place(tokens), self.held[1])
         # First tokens that follow one another on both sides are joined to stretches, then stretches of equal length and
         # distance to spans.
         rows = np.stack((tokens, local, remote, here // self.unit[0], there // self.unit[1], here, there))
