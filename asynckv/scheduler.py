@@ -129,6 +129,7 @@ class PrefillRanks:
         hashes: Sequence[str] = (),
         hash_tokens: int = 0,
         trace: Mapping[str, str] | None = None,
+        recall: bool = False,
     ) -> dict[str, Any]:
         """Describe one request to the decode side, as plain data that JSON can carry.
 
@@ -149,6 +150,8 @@ class PrefillRanks:
             hash_tokens: Tokens per hash.
             trace: Headers with the trace of the request (W3C's `traceparent` and `tracestate`), or
                 `asynckv.trace_context()` inside a span. Other keys are ignored.
+            recall: True if the loan may have to end at once, whatever was granted (`Engine.recall`). Readers confirm
+                each read of it, which takes one more message.
 
         Raises:
             ConfigError: A value is out of range or of another type; the message names it. No key was minted.
@@ -162,7 +165,7 @@ class PrefillRanks:
         name = text("request_id", request_id, MAX_ID, 1, ConfigError)
         blocks = self._runs(groups)
         tokens = integer("num_tokens", num_tokens, 0, MAX_TOKENS, ConfigError)
-        is_written = flag("written", written, ConfigError)
+        is_written, may_recall = flag("written", written, ConfigError), flag("recall", recall, ConfigError)
         traceparent, tracestate = trace_of(trace)
         # Checked arguments are not checked again, because a long prompt may have thousands of runs, and this is the
         # scheduler's thread.
@@ -184,6 +187,7 @@ class PrefillRanks:
                 traceparent=traceparent,
                 tracestate=tracestate,
                 num_token_shards=self.num_token_shards if self.num_token_shards > 1 else UNSET,
+                recall=may_recall or UNSET,
             )
         )
         plain["groups"] = blocks

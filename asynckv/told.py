@@ -380,8 +380,8 @@ class LeaseEnded(OfLease):
     refused: RefusedMessages = None
     revoked_by: Annotated[
         str,
-        "Origin of the revocation: `caller` (`LentRequest.revoke`), `withdraw`, `no_room` (`Engine.reclaim`), or the "
-        "engine's end: `closed`, `suspended`. This is no leak.",
+        "Origin of the revocation: `caller` (`LentRequest.withdraw`), `withdraw`, `recall` (either, of a request that "
+        "may be recalled), `no_room` (`Engine.reclaim`), or the engine's end: `closed`, `suspended`. This is no leak.",
     ] = ""
     late_s: Annotated[float | None, "Delay in noticing the expiry, because the event loop was blocked."] = None
     history: History = None

@@ -117,6 +117,7 @@ PARAMS = KVTransferParams(
     traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
     tracestate="vendor=1",
     num_token_shards=2,
+    recall=True,
 )
 LEAST_PARAMS = KVTransferParams(
     engine_id="p",
@@ -236,7 +237,8 @@ def nested(value: object) -> dict[str, Any]:
 def digest_of(params: object) -> str:
     """Return the digest by which owner and reader know that they mean the same blocks."""
     read = decode_params(params)
-    return wire.blocks_digest(read.groups, read.num_tokens, read.written, read.hashes, read.hash_tokens).hex()
+    said = read.groups, read.num_tokens, read.written, read.hashes, read.hash_tokens, read.recall
+    return wire.blocks_digest(*said).hex()
 
 
 def made() -> dict[str, str]:

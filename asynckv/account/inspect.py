@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -20,7 +20,7 @@ from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.source import ReleaseState, Source
-from asynckv.core.types import PullId
+from asynckv.core.types import KVTransferParams, PullId
 from asynckv.told import StepWait
 
 MAX_DETAIL = 200
@@ -209,15 +209,21 @@ class Inspector:
 
     def holds(self, now: float) -> tuple[HeldBlocks, ...]:
         """Return the holders of blocks, and the requests that wait for another attempt at filling theirs."""
+        return self._holds(self._ledger, now) + self.between_attempts(now)
+
+    def sharing(self, requests: Iterable[KVTransferParams], now: float) -> tuple[HeldBlocks, ...]:
+        """Return the holders of blocks that these requests name, and of each only those blocks."""
+        return self._holds(self._ledger.shared(params.groups for params in requests), now)
+
+    def _holds(self, holdings: Iterable[Holding], now: float) -> tuple[HeldBlocks, ...]:
         leases = {key.token: lease for key, lease in self._prefill.leases.items()}
         pulls, occupants = self._decode.pulls, self._ledger.occupants
-        holds = tuple(
+        return tuple(
             self._hold(
                 hold, pulls.get(PullId(hold.holder)) or leases.get(hold.holder) or occupants.get(hold.holder), now
             )
-            for hold in sorted(self._ledger, key=lambda h: h.since)
+            for hold in sorted(holdings, key=lambda h: h.since)
         )
-        return holds + self.between_attempts(now)
 
     def occupants(self, most: int, num_ids: int, now: float) -> tuple[HeldBlocks, ...]:
         some = [(self._ledger.get(holder), each) for holder, each in islice(self._ledger.occupants.items(), most)]

@@ -7,7 +7,8 @@ decide everything:
   first message binds the lease to that cohort and to its exact set of readers. A cohort that has sent no message
   yet is owed too (`*` in lists). A message that is repeated, late or forged changes nothing.
 - **grants**: for each pull, the deadline until which the blocks are promised. Revoking only stops new grants. The
-  blocks return when the holders release, or after the last granted deadline. No grant is ever shortened.
+  blocks return when the holders release, or after the last granted deadline. No grant is ever shortened, except that
+  revoking a request that may be *recalled* drops all of its grants.
 - **final**: the pulls that have released. A reader is struck off only by an attempt that is not tried again.
 
 No lease outlives `max_lease_s`. A lease expires before `lease_s` only if all readers that it waits for are *gone*:
@@ -125,6 +126,7 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
     warn_s: float = math.inf
     hashes: tuple[str, ...] = ()
     hash_tokens: int = 0
+    recall: bool = False  # True if revoking ends the lease at once, whatever was granted
 
 
 class Reader(Struct, frozen=True, order=True, gc=False):
@@ -255,7 +257,8 @@ class Lease:
         lent, now = self.lent, self.lent_at
         self.since, self.history = now, [(now, L.LENT)]
         self.expires_at, self.look_at, self.warn_at = now + lent.lease_s, now + lent.grant_s, now + lent.warn_s
-        self.digest = blocks_digest(lent.groups, lent.num_tokens, lent.written, lent.hashes, lent.hash_tokens)
+        said = lent.groups, lent.num_tokens, lent.written, lent.hashes, lent.hash_tokens, lent.recall
+        self.digest = blocks_digest(*said)
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -295,9 +298,16 @@ class Lease:
         return grant if self.keys.get(grant.reader, proven) == proven else None
 
     def revoke(self, now: float, by: str = "caller") -> Effects:
-        """Stop granting. The blocks return when no grant runs any more. `by` is a word for people."""
+        """Stop granting. The blocks return when no grant runs any more, or at once if the request may be recalled. `by`
+        is a word for people.
+        """
         after = ON_EVENT[self.state].get(Revoke) or self._impossible(Revoke)
         self.revoked_by = self.revoked_by or by
+        if self.lent.recall:
+            # Readers trust only what they confirm after their read, and nothing is confirmed from now on.
+            self._note(now, notes.Recalled(len(self.grants)))
+            self.grants.clear()
+            self.running.clear()
         self._go_on(after, now)
         return Effects(self.wake_at, has_ended=self.is_over)
 
@@ -519,6 +529,8 @@ class Lease:
             return refused(message, Reason.REVOKED)
         if isinstance(message, Claim) and message.digest != self.digest:
             detail = "the params name other blocks or tokens than were lent under this key"
+            if self.lent.recall:
+                detail += "; or its reader is older than 0.5.0 and cannot read what may be recalled: upgrade the reader"
             return refused(message, Reason.BLOCKS_DIFFER, detail)
         if pull_id in self.final:
             return refused(message, Reason.RELEASED_ALREADY) if is_claim else Ack(message.key, pull_id)

@@ -9,14 +9,16 @@ same pages share their arrays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal, Protocol
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 from msgspec import Struct
 
 from asynckv.errors import LocalProtocolError
-from asynckv.geometry.bounds import NULL, Int64s
+from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 
 Kind = Literal["lent", "writing"]
 
@@ -155,6 +157,28 @@ class Ledger:
             f"block {block} of group {group} cannot be {'read' if kind == 'lent' else 'filled'}: it is "
             f"{' and '.join(said) or 'held by no request'}; wait until it is returned or released"
         )
+
+    def shared(self, requests: Iterable[Sequence[BlockRuns]]) -> list[Holding]:
+        """Return the holdings of blocks that lists name (one per group), and of each only those blocks."""
+        named = self.named(requests)
+        if not any((x & ((self._lent[g] > 0) | self._writing[g])).any() for g, x in enumerate(named)):
+            return []
+        found = []
+        for holding in self._holdings.values():
+            blocks = {g: ids[named[g][ids]] for g, ids in holding.blocks.items()}
+            if any(map(len, blocks.values())):
+                found.append(msgspec.structs.replace(holding, blocks=blocks))
+        return found
+
+    def named(self, requests: Iterable[Sequence[BlockRuns]]) -> list[npt.NDArray[np.bool_]]:
+        """Return, per group, which blocks some lists name in its pool."""
+        by_pool = {p: np.zeros(len(self._lent[p]), np.bool_) for p in self._pools}
+        for groups in requests:
+            for pool, listed in zip(self._pools, groups, strict=False):
+                for first, count in listed.runs:
+                    if first != NULL:
+                        by_pool[pool][first : first + count] = True
+        return [by_pool[p] for p in self._pools]
 
     def holders_of(self, group: int, block: int) -> list[Holding]:
         groups = [g for g, pool in enumerate(self._pools) if pool == self._pools[group]]

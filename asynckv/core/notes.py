@@ -53,6 +53,11 @@ class Revoked(Note, frozen=True):
     held: int
 
 
+class Recalled(Note, frozen=True):
+    words = "recalled, {dropped} grants dropped"
+    dropped: int
+
+
 class Promised(Note, frozen=True):
     words = "{rank} granted {seconds:g} s"
     rank: str
@@ -97,6 +102,7 @@ AnyNote = (
     | Lapsed
     | ReaderGone
     | Revoked
+    | Recalled
     | Promised
     | AnsweredNotYet
     | Unrenewed

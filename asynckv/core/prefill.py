@@ -170,6 +170,7 @@ class PrefillSide:
             written=params.written,
             hashes=params.hashes,
             hash_tokens=params.hash_tokens,
+            recall=bool(params.recall),
             lease_s=params.lease_s,
             grant_s=min(self._config.grant_s, params.lease_s),
             max_lease_s=self._config.max_lease_s,
@@ -217,11 +218,10 @@ class PrefillSide:
         """Make sure that a request is never lent, and revoke it if it is. Return the pulls that waited, or None if the
         request was lent or withdrawn before.
         """
-        if (params.engine_id, params.tp_size, params.pp_size, params.num_token_shards or 1) != self._here:
-            raise self._not_ours(params)
+        self.check_ours(params)
         key = params.key
         if (lease := self.leases.get(key)) is not None:
-            self.revoke(lease, now, "withdraw")
+            self.revoke(lease, now, "recall" if lease.lent.recall else "withdraw")
             return None
         if key in self._ended or not self.spent.add(key):
             return None
@@ -233,6 +233,10 @@ class PrefillSide:
                 waited.append(parked.message.pull_id)
                 self._refuse(parked.message, parked.reply_to, parked.sender, Reason.WITHDRAWN)
         return tuple(waited)
+
+    def check_ours(self, params: KVTransferParams) -> None:
+        if (params.engine_id, params.tp_size, params.pp_size, params.num_token_shards or 1) != self._here:
+            raise self._not_ours(params)
 
     def revoke(self, lease: Lease, now: float, by: str = "caller") -> None:
         if not lease.is_over:

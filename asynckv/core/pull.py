@@ -485,6 +485,8 @@ class Pull:
             case Refused():
                 reads_yet = self.state not in (S.ANNOUNCED, S.CONNECTING)
                 if failure := source.refused(answer, now, reads_yet=reads_yet):
+                    if source.confirms and answer.reason is Reason.REVOKED:
+                        self.retryable = frozenset()  # what was recalled is never lent again
                     self._fail(*failure, now, Blame((source.name,)))
                     event = E.FAILED
                 elif source.claim_at == math.inf:
@@ -538,6 +540,9 @@ class Pull:
         if is_done and source.has_landed:
             source.done_at = self.measures.read_at = now
             source.nonce_when_done = max(source.nonces, default=0)
+            if source.confirms and self.failure is None:
+                source.claims, source.claim_at = 0, now
+                self._effects.append(DO.SEND)
             if source.lent_by < math.inf:  # else nothing is granted, so nothing is proven
                 source.prove()
         if not is_done:

@@ -152,13 +152,16 @@ class RankCore:
         sources: list[Source] = []
         for rank in route.ranks:
             sources.append(Source(pull_id, rank, predicted if rank.is_predicted else other))  # noqa: PERF401
+        if params.recall:
+            for source in sources:
+                source.confirms = True
         return Pull(
             pull_id=pull_id,
             request_id=RequestId(request.request_id),
             params=params,
             cohort=msgspec.structs.replace(self.cohort, id=cohort_id) if cohort_id else self.cohort,
             digest=wire.blocks_digest(
-                params.groups, params.num_tokens, params.written, params.hashes, params.hash_tokens
+                params.groups, params.num_tokens, params.written, params.hashes, params.hash_tokens, params.recall
             ),
             sources=sources,
             route=route,

@@ -10,6 +10,10 @@ Its bytes are *proven* if
 - the first read began after the blocks were lent. Params may travel ahead of the data. A grant says how long the blocks
   have been lent, and a read that cannot be shown to be younger is repeated.
 
+An owner that may *recall* a request takes its blocks back whatever it has granted. No clock proves a read of those.
+Instead of the first condition, a claim or renewal has to be granted that was sent after the end of the read was
+observed: the owner grants only what is lent, and lends no key twice, so the blocks were lent until then.
+
 Proven bytes stay proven, whatever happens to the lease or the rank.
 """
 
@@ -101,6 +105,9 @@ class Source:
 
     nonces: dict[int, float] = field(default_factory=dict)
     granted_nonce: int = 0
+    confirms: bool = False  # True if the owner may recall the request
+    confirmed_nonce: int = 0
+    """Newest claim or renewal that was granted. `granted_nonce` may be greater: see `refused`."""
     covered_until: float = NEVER
     lent_by: float = math.inf
     """Latest moment, on our clock, at which the blocks were lent; infinite while nothing is granted."""
@@ -168,6 +175,8 @@ class Source:
             timely = self.lent_by < self.first_posted_at
             # A grant counts from before its claim was sent, so a claim after the end of the read covers it as well.
             covered = NEVER < self.done_at < self.covered_until
+            if self.confirms:
+                covered = self.done_at > NEVER and self.nonce_when_done < self.confirmed_nonce
             self.proven = self.first_posted_at == math.inf or (timely and covered)
 
     # -- claims ------------------------------------------------------------------------------------
@@ -192,6 +201,8 @@ class Source:
             self.covered_until = deadline
         if grant.nonce > self.granted_nonce:
             self.granted_nonce = grant.nonce
+        if grant.nonce > self.confirmed_nonce:
+            self.confirmed_nonce = grant.nonce
         self.not_lent_yet = False
         # If params left after the KV was written, a read can be too late, but never too early. A grant before the first
         # read needs no clock either.
@@ -202,7 +213,9 @@ class Source:
         # Where nothing was to be read, nothing is renewed, even if an old grant arrives late. Such a lease may expire
         # before the pull ends.
         reads = self.first_posted_at < math.inf or not self.proven
-        if reads and (deadline > now or grant.nonce == next(reversed(self.nonces))):
+        if self.confirms and self.done_at > NEVER and grant.nonce <= self.nonce_when_done:
+            pass  # the claim that confirms the read is under way, and is repeated until it is granted
+        elif reads and (deadline > now or grant.nonce == next(reversed(self.nonces))):
             self.claims = 0
             self.claim_at = max(sent_at + min(params.renew_s, grant.seconds / 2), now + MIN_RENEW_S)
         self.prove()
@@ -213,7 +226,8 @@ class Source:
             return None  # late or repeated, because a later claim was granted
         # A lender that revokes gets its blocks back at once if the pull has begun nothing.
         lets_go = answer.reason is Reason.REVOKED and not reads_yet
-        if now < self.covered_until and answer.reason in (Reason.REVOKED, Reason.EXPIRED) and not lets_go:
+        stands = now < self.covered_until and not self.confirms and not lets_go
+        if stands and answer.reason in (Reason.REVOKED, Reason.EXPIRED):
             # Nothing more is granted, but the last grant stands, so read on until it runs out.
             self.claim_at = self.covered_until
             return None

@@ -123,6 +123,8 @@ class KVTransferParams(Struct, frozen=True, kw_only=True, gc=False):
         traceparent: Trace that the request belongs to, as W3C writes it; empty if none.
         tracestate: Vendors' state of that trace.
         num_token_shards: Number of neighbouring prefill ranks that share tokens. Not encoded if none do.
+        recall: True if the owner may take the blocks back at once, so that a reader has to confirm its read once that
+            has ended. Not encoded otherwise.
     """
 
     schema: Annotated[int, Meta(ge=1, le=1)] = 1
@@ -142,6 +144,7 @@ class KVTransferParams(Struct, frozen=True, kw_only=True, gc=False):
     traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT)] = ""
     tracestate: Annotated[str, Meta(max_length=MAX_TRACESTATE)] = ""
     num_token_shards: Size | UnsetType = UNSET
+    recall: bool | UnsetType = UNSET
 
 
 SAME_SHARDS = "give PrefillRanks the number of its ranks' layouts, and every rank the same"

@@ -358,14 +358,22 @@ def _other_major(data: bytes) -> str:
 
 
 def blocks_digest(
-    groups: Sequence[BlockRuns], num_tokens: int, written: bool, hashes: Sequence[str] = (), hash_tokens: int = 0
+    groups: Sequence[BlockRuns],
+    num_tokens: int,
+    written: bool,
+    hashes: Sequence[str] = (),
+    hash_tokens: int = 0,
+    recall: bool | msgspec.UnsetType = False,
 ) -> bytes:
     """Return a digest of lent blocks and tokens, with which owner and reader check that they mean the same ones.
 
     It covers all blocks that the params name, so that it is computed once per request. It also covers the hashes of the
-    prompt, because params come through a client's hands.
+    prompt, because params come through a client's hands. It covers `recall` too, so that a reader before 0.5.0, which
+    confirms nothing, is refused.
     """
     said: tuple[object, ...] = (tuple(groups), num_tokens, written)
     if hashes:
         said += (tuple(hashes), hash_tokens)
+    if recall:
+        said += ("recall",)
     return hashlib.sha256(_encoder.encode(said)).digest()[:16]

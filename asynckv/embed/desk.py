@@ -7,6 +7,7 @@ in slices of a millisecond, because its thread shares the GIL with the engine's 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import itertools
 import time
 from collections import deque
@@ -16,7 +17,9 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from asynckv.account.inspect import HeldBlocks
 from asynckv.arguments import shown, text
+from asynckv.core.types import KVTransferParams
 from asynckv.embed.orders import (
     Announce,
     Cancel,
@@ -46,6 +49,22 @@ ENDING = (*AWAITED, Lend, Lookup)  # orders that are always reported
 FINISH_S = 0.25
 
 
+class Recall:
+    """A recall that a thread waits for (`EngineThread.recall`). `done` has the other holders of the blocks, or None if
+    the engine has ended.
+    """
+
+    def __init__(self, requests: list[KVTransferParams]) -> None:
+        self.requests = requests
+        self.done: concurrent.futures.Future[tuple[HeldBlocks, ...] | None] = concurrent.futures.Future()
+
+    def carry_out(self, engine: Engine) -> None:
+        try:
+            self.done.set_result(engine.recall(self.requests))
+        except Exception as exc:  # its caller raises it
+            self.done.set_exception(exc)
+
+
 class EngineDesk:
     """Carry out orders on an engine's loop, and keep the results until the caller takes them.
 
@@ -63,7 +82,7 @@ class EngineDesk:
     ) -> None:
         self.engine = engine
         self._wake, self._on_news = wake, on_news
-        self._handed: deque[Order] = deque()
+        self._handed: deque[Order | Recall] = deque()
         self._due: asyncio.Handle | None = None  # the next slice, if one was asked for
         self._flights: dict[tuple[type, str], list[_Flight]] = {}
         """Pulls, loads and stores that have not ended, or still hold blocks."""
@@ -98,6 +117,16 @@ class EngineDesk:
                 self._wake()
             if self._is_over:  # it ended just now, so the loop no longer looks at the queue
                 self._refuse_all()
+
+    def _recall(self, requests: list[KVTransferParams]) -> Recall:
+        """Recall requests, behind all orders that were submitted before."""
+        recall = Recall(requests)
+        self._handed.append(recall)
+        if self._is_over:
+            self._refuse_all()
+        elif self._wake is not None:
+            self._wake()
+        return recall
 
     def take_finished(self) -> Finished:
         """Return the results since the last call."""
@@ -179,7 +208,10 @@ class EngineDesk:
             order = left.popleft()
             self.num_orders += 1
             try:
-                self._carry_out(order)
+                if isinstance(order, Recall):
+                    order.carry_out(self.engine)
+                else:
+                    self._carry_out(order)
             except Exception as exc:  # whatever the error is, the other orders are carried out
                 self._refuse(order, exc)
             except BaseException as exc:
@@ -235,8 +267,10 @@ class EngineDesk:
             return offload
         raise LocalProtocolError("this engine has no offload; start an Offload(config, engine) on its loop first")
 
-    def _refuse(self, order: Order, error: Exception) -> None:
-        if isinstance(order, Pull | Load | Store):
+    def _refuse(self, order: Order | Recall, error: Exception) -> None:
+        if isinstance(order, Recall):
+            order.done.set_result(None)  # the engine has ended
+        elif isinstance(order, Pull | Load | Store):
             self._tell(_of(order, "failed"), Failed(order.request_id, error))
         else:
             self._tell("refused", Refused(order, error))

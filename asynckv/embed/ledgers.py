@@ -537,6 +537,7 @@ class PrefillLedger(_Ledger):
         hashes: Sequence[str] = (),
         hash_tokens: int = 0,
         trace: Mapping[str, str] | None = None,
+        recall: bool = False,
     ) -> dict[str, Any]:
         """Lend a request on every rank, and return its params for the decode engine. Its blocks return in `take_free`.
 
@@ -569,6 +570,7 @@ class PrefillLedger(_Ledger):
             hashes=hashes,
             hash_tokens=hash_tokens,
             trace=trace,
+            recall=recall,
         )
         loan = self._loans[name] = Loan(request_id, name, params, groups, readers, written)
         self._of.setdefault(request_id, []).append(loan)
@@ -597,7 +599,8 @@ class PrefillLedger(_Ledger):
         """Take a request back on all ranks: readers are refused from now on. A request that is over is ignored.
 
         If its KV is not in the blocks yet, it ends at once: stop computing it. Blocks with a running grant return when
-        the grant ends (after `lease.grant_s`, 10 s, at most).
+        the grant ends (after `lease.grant_s`, 10 s, at most). Those of a request that may be recalled return when each
+        rank has carried out the order (`EngineThread.recall` waits for that).
         """
         if (loan := self.get(request_id)) is not None:
             self._withdraw(loan)

@@ -1,6 +1,6 @@
 """Run the engine on its own thread and event loop, for workers that compute on their own thread.
 
-Every call may come from any thread. Only `start`, `call` and `close` wait for the network.
+Every call may come from any thread. Only `start`, `call`, `recall` and `close` wait for the engine's thread.
 
 The two threads share the GIL. The caller's thread keeps it in all of these calls (`bell`), so submitting costs
 microseconds. The engine's thread gets it when the caller's thread computes outside of Python, sleeps, or has held it
@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
-import dataclasses
 import os
 import select
 import sys
@@ -23,17 +22,20 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, ParamSpec, Self, TypeVar
 
 from asynckv.account.inspect import HeldBlocks
 from asynckv.arguments import number, seconds, shown
 from asynckv.config import EngineConfig
+from asynckv.core.types import KVTransferParams
 from asynckv.edges.bell import Bell
 from asynckv.embed.desk import EngineDesk
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine
+from asynckv.engine.lent import recallable
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, WrongThread
 from asynckv.geometry.check import Registration
 from asynckv.results import Statistics
@@ -337,7 +339,55 @@ class EngineThread:
             future.cancel()
             self._calls.discard(future)
 
+    def recall(
+        self, requests: Iterable[KVTransferParams | Mapping[str, Any]], timeout_s: float = 1.0
+    ) -> tuple[HeldBlocks, ...]:
+        """Take requests back at once, for a thread that is about to write their blocks (see `Engine.recall`).
+
+        Orders that were submitted before come first. An engine that has ended grants nothing, so it has recalled all.
+
+        Args:
+            requests: Params that were made with `recall=True`.
+            timeout_s: Seconds to wait until the engine has carried this out.
+
+        Returns:
+            Other holders of these blocks, and of each only the shared blocks. If the engine has ended: grants of these
+            blocks that its end cut short. Do not write any of them.
+
+        Raises:
+            TimeoutError: The engine is late. **Write none of the blocks** before another call with these params has
+                returned. The recall stays ordered.
+            EngineClosed: The engine was never started.
+            LocalProtocolError: Params are of another engine, or were made without `recall=True`. Nothing has changed.
+            RemoteProtocolError: Params are malformed. Nothing was changed.
+            WrongThread: The caller is on the engine's thread: use `engine.recall`.
+        """
+        timeout_s, found = number("timeout_s", timeout_s, 0), recallable(requests)
+        if threading.current_thread() is self._thread:
+            raise WrongThread(
+                "recall() was called on the engine's own thread, which would wait for itself; use engine's"
+            )
+        if self._snapshot is None:
+            raise EngineClosed(f"the engine lends nothing: {self._cause}")
+        recall = self._desk._recall(found)
+        try:
+            others = recall.done.result(timeout_s)
+        except concurrent.futures.TimeoutError:
+            raise TimeoutError(
+                f"the recall was not carried out within {timeout_s:g} s, and stays ordered: write none of these blocks "
+                f"before another recall of them has returned{self._whereabouts()}"
+            ) from None
+        return self._cut_short_of(found) if others is None else others
+
     # -- for other threads -------------------------------------------------------------------------
+
+    def _cut_short_of(self, requests: Iterable[KVTransferParams]) -> tuple[HeldBlocks, ...]:
+        named = self.engine._driver.core.ledger.named(params.groups for params in requests)
+        some = [
+            replace(x, blocks={g: tuple(b for b in ids if named[g][b]) for g, ids in x.blocks.items()})
+            for x in self._cut_short
+        ]
+        return tuple(x for x in some if any(x.blocks.values()))
 
     def _wake(self) -> None:
         """Wake the loop, unless an earlier wake-up is still pending."""
@@ -519,7 +569,7 @@ class EngineThread:
         found, desk = self.engine.statistics(), self._desk
         own = {"handovers": desk.num_handovers, "orders": desk.num_orders, "wakeups": self._num_wakeups}
         counters = {**found.counters, **{f"embed.{name}": count for name, count in own.items()}}
-        self._snapshot = time.monotonic(), dataclasses.replace(found, counters=counters)
+        self._snapshot = time.monotonic(), replace(found, counters=counters)
 
     # -- forks and exits -----------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from asynckv.engine.driver import Driver
 from asynckv.engine.ending import Shutdown
 from asynckv.engine.home import NOT_STARTED, Home
 from asynckv.engine.lag import LoopLag
-from asynckv.engine.lent import LentRequest
+from asynckv.engine.lent import LentRequest, recallable
 from asynckv.engine.observation import Observation
 from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError
 from asynckv.geometry.blocks import BlockIds
@@ -410,7 +410,8 @@ class Engine:
         """Declare that a request was aborted and will never be lent. Call it on every prefill rank.
 
         Readers that wait for it, or come later, are refused (`withdrawn`). The caller need not know the state of the
-        request: one that is lent is revoked, and one that has ended is left unchanged.
+        request: one that is lent is revoked, and one that has ended is left unchanged. A lent request that may be
+        recalled has ended when this returns, whatever was granted (see `recall`).
 
         Args:
             params: Params from `PrefillRanks.make_params`.
@@ -427,6 +428,31 @@ class Engine:
         if waited is not None:
             ids = found.request_id, found.key.sequence
             self._recorder.log(told.RequestWithdrawn(*ids, len(waited), list(waited[:8])))
+
+    def recall(self, requests: Iterable[KVTransferParams | Mapping[str, Any]]) -> tuple[HeldBlocks, ...]:
+        """Take requests back at once: when this returns, nothing of them is lent. Call it on every prefill rank.
+
+        The next instruction may write the blocks, except those that this returns. A reader that has not confirmed its
+        read by then fails. A request that was not lent yet never will be, as after `withdraw`.
+
+        Args:
+            requests: Params that were made with `recall=True`.
+
+        Returns:
+            Other holders of these blocks, such as requests with the same cached prefix, and of each only these blocks.
+
+        Raises:
+            EngineClosed: The engine was not started.
+            LocalProtocolError: Params are of another engine, or were made without `recall=True`. Nothing has changed.
+            RemoteProtocolError: Params are malformed. Nothing was changed.
+        """
+        self._home.here(self.recall)
+        found = recallable(requests)
+        for params in found:
+            self._driver.core.prefill.check_ours(params)
+        for params in found:
+            self.withdraw(params)
+        return self._driver.inspect.sharing(found, self._clock.now())
 
     def reclaim(self, num_blocks: int) -> int:
         """Revoke requests that were lent for long, so that about `num_blocks` blocks return.

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+from asynckv.arguments import shown
 from asynckv.core.lease import Lease
+from asynckv.core.types import KVTransferParams, decode_params
 from asynckv.engine.driver import Driver
+from asynckv.errors import LocalProtocolError
 from asynckv.results import LeaseEnd
+
+
+def recallable(requests: Iterable[KVTransferParams | Mapping[str, Any]]) -> list[KVTransferParams]:
+    """Check params of requests that are to be recalled."""
+    if isinstance(requests, Mapping) or not isinstance(requests, Iterable):
+        raise LocalProtocolError(f"requests is {shown(requests)}; give a list with the params of each")
+    found = [decode_params(params) for params in requests]
+    for params in found:
+        if not params.recall:
+            raise LocalProtocolError(
+                f"request {params.request_id[:200]!r} was not made to be recalled, so its grants are kept; withdraw it "
+                f"and wait for its end, or make its params with recall=True"
+            )
+    return found
 
 
 class LentRequest:
@@ -40,11 +58,12 @@ class LentRequest:
         return self._lease.owed()
 
     def withdraw(self) -> None:
-        """Grant nothing more; the blocks are the engine's again when no promise runs."""
+        """Grant nothing more; the blocks are the engine's again when no promise runs, or now if it may be recalled."""
         driver = self._driver
         driver.home.here(self.withdraw)
         driver.soon()
-        driver.core.prefill.revoke(self._lease, driver.clock.now())
+        by = "recall" if self._lease.lent.recall else "caller"
+        driver.core.prefill.revoke(self._lease, driver.clock.now(), by)
 
     async def wait_released(self) -> LeaseEnd:
         """Wait until the blocks are the engine's again, whatever the reason."""

@@ -58,6 +58,7 @@ _NOTES: Mapping[type[Note], str] = {
     notes.Settled: "released",
     notes.Lapsed: "lapsed",
     notes.Revoked: "revoked",
+    notes.Recalled: "recalled",
     notes.Retired: "retired",
 }
 """Names of the events of notes; other notes are a `note`."""
