@@ -9,6 +9,7 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from tests.lab.mishaps import Mishap
 
@@ -36,6 +37,8 @@ FAULTS = (
     "brink",
     "recall",
     "preempt",
+    "scribble",
+    "flip",
 )
 """Kinds of faults that a script may hold."""
 
@@ -52,7 +55,7 @@ LENT, ABORTED, WITHDRAWN = "lent", "aborted", "withdrawn"
 """Fates of a request after its params have left: lent, never lent without a word, or withdrawn."""
 
 SOON, MOVING, LANDED = "", "while its bytes move", "when a rank's last byte has landed"
-"""Moments of a recall: a time, or the first such moment of any reader after that time."""
+"""Moments of a recall or a scribble: a time, or the first such moment of any reader after that time."""
 
 NEVER_PULLED, AFTER_FAILURE = "discharged", "discharged if its pull fails"
 """When a reader says that it needs nothing of a request: instead of a pull, or of another attempt."""
@@ -66,9 +69,10 @@ class Fault:
         kind: One of `FAULTS`.
         who: Names of ranks, or numbers of requests for `cancel`, `revoke`, `recall`, `preempt` (recalled, and lent
             again as a new request) and `brink` (revoked, and then reads end and messages arrive in the last
-            milliseconds of its grants, or just after).
+            milliseconds of its grants, or just after). Of `scribble`, a request in whose lent blocks its owner writes;
+            of `flip`, readers, in some of whose reads and looks a byte is changed.
         p: How likely, where that makes sense.
-        when: For `recall` and `preempt`: `SOON`, `MOVING` or `LANDED`.
+        when: For `recall`, `preempt` and `scribble`: `SOON`, `MOVING` or `LANDED`.
     """
 
     kind: str
@@ -142,6 +146,22 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Looks:
+    """Second looks of the readers of a service.
+
+    Attributes:
+        share, most: Of pulls, and bytes of each rank, as in `PullConfig`.
+        num_pieces: Most pieces of one look, and thus how many looks "all" takes.
+        num_places: Looks of a rank that run at a time.
+    """
+
+    share: float
+    most: int | Literal["all"]
+    num_pieces: int
+    num_places: int
+
+
+@dataclass(frozen=True, slots=True)
 class Script:
     """A seed's script.
 
@@ -176,6 +196,9 @@ class Script:
     Ranks of the second stage follow those of the first: with two ranks per stage `d0.3` is rank 1 of the second."""
     shards: Mapping[str, tuple[int, int]] = field(default_factory=lambda: {"prefill": (1, 1), "decode": (1, 1)})
     """How many neighbouring ranks of a side share tokens, and how many consecutive tokens one of them holds."""
+    looks: Looks | None = None
+    goes_on: bool = False
+    """Owners write their next tokens behind those that are lent, into the same blocks."""
 
     def explain(self) -> Iterator[str]:
         """Tell what it stands for, but for its requests and faults."""
@@ -189,6 +212,8 @@ class Script:
         for role, (size, turn) in self.shards.items():
             if size > 1:
                 yield f"each {size} neighbouring ranks of a {role} engine share tokens, {turn} at a time"
+        if self.looks is not None:
+            yield f"{self.looks}{', owners go on' if self.goes_on else ''}"
         yield (
             "p0, q0: rank 0 of the first and the second prefill engine; d1.0: rank 0 of decode engine 1; d1.0#2: its "
             "second start"
@@ -253,7 +278,8 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     rng = random.Random(repr(("script", seed)))
     loses_agents, reaches_brinks = "agent" in faults, {"brink", "slow"} <= set(faults)
     recalls = [kind for kind in ("recall", "preempt") if kind in faults]
-    faults = [kind for kind in faults if kind not in ("agent", "brink", "recall", "preempt")]
+    changes = [kind for kind in ("scribble", "flip") if kind in faults]
+    faults = [kind for kind in faults if kind not in ("agent", "brink", "recall", "preempt", "scribble", "flip")]
     if rng.random() < 0.1 and {"slow", "pause"} <= set(faults):
         # A small request, with a reader that is away again and again while its few reads take longer than a promise.
         ask = Ask(0, 0.5, rng.randint(1, 2 * BLOCK), rng.random() < 0.3, (0,), -1, 0, 0.0, 0, 2.0, 0.01)
@@ -311,7 +337,8 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     if reaches_brinks:
         script = _at_the_brink(random.Random(repr(("brink", seed))), script)
     script = _discharged(random.Random(repr(("discharged", seed))), script)
-    return _recalled(random.Random(repr(("recalled", seed))), script, recalls)
+    script = _recalled(random.Random(repr(("recalled", seed))), script, recalls)
+    return _looked(random.Random(repr(("looked", seed))), script, changes)
 
 
 def _sharing(rng: random.Random, script: Script) -> Script:
@@ -371,6 +398,30 @@ def _recalled(rng: random.Random, script: Script, kinds: Sequence[str]) -> Scrip
         if when == SOON:
             at += rng.random() ** 2 * rng.choice([0.1, 1.0, ask.lend_s + ask.routed_s + 1.5])
         faults += [Fault(rng.choice(kinds), min(at, script.seconds), 0.0, (str(ask.number),), when=when)]
+    return replace(script, faults=(*script.faults, *faults))
+
+
+def _looked(rng: random.Random, script: Script, kinds: Sequence[str]) -> Script:
+    """Let readers of a third of all scripts look twice. In half of these, bytes change that should not."""
+    if rng.random() < 2 / 3:
+        return script
+    share, most = rng.choice([1.0, 1.0, 1.0, 0.3]), rng.choice(["all", "all", "all", 1, 100, 400])
+    looks = Looks(share, most, rng.choice([2048, 2048, 40, 7]), rng.choice([8, 8, 3]))
+    is_alone = bool(script.faults) and (script.is_only_hostile or bool(script.spared))
+    script = replace(script, looks=looks, goes_on=rng.random() < 0.6)
+    faults = []
+    for _ in range(0 if is_alone or not kinds else rng.choice([0, 0, 1, 2, 3])):
+        kind, ask = rng.choice(kinds), rng.choice(script.asks)
+        at = ask.at + 0.02
+        if kind == "flip":
+            names = [name for names in script.decode_names for name in names]
+            who = tuple(rng.sample(names, rng.choice([1, len(names)])))
+            faults += [Fault(kind, ask.at, rng.choice([0.5, 3.0]), who, rng.choice([0.05, 0.2, 1.0]))]
+            continue
+        when = rng.choice([SOON, MOVING, MOVING, LANDED, LANDED, LANDED])
+        if when == SOON:
+            at += rng.random() ** 2 * rng.choice([0.1, 1.0, ask.lend_s + ask.routed_s + 1.5])
+        faults += [Fault(kind, min(at, script.seconds), 0.0, (str(ask.number),), when=when)]
     return replace(script, faults=(*script.faults, *faults))
 
 

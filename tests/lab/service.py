@@ -34,6 +34,7 @@ from asynckv.scheduler import PrefillRanks
 from asynckv.testing.fabric import Transfer
 from tests.lab.doors import Doors
 from tests.lab.hostile import Hostile
+from tests.lab.looking import Filling, coordinates, small_looks
 from tests.lab.mishaps import Mishaps
 from tests.lab.oracles import TURN_S, Stopwatch, Wire, check_belief, wrong_in
 from tests.lab.script import (
@@ -60,10 +61,12 @@ PROBE = 1_000_000
 AGAIN = 1000
 """Request 3 is lent again as request 1003, and then as 2003."""
 TAKEN = {"recall", "preempt"}
-HEARD = {"brink", "duplicate", "slow", "fail", "doubt", "stuck", "cancel", "revoke", "garbage", "hostile", *TAKEN}
+CHANGED = {"scribble", "flip"}
+HEARD = {"brink", "duplicate", "slow", "fail", "doubt", "stuck", "cancel", "revoke", "garbage", "hostile"}
+HEARD |= TAKEN | CHANGED
 """Faults that make no process look dead."""
 
-COUNTED = {"duplicate", "cancel", "revoke", "garbage", "hostile", *TAKEN}
+COUNTED = {"duplicate", "cancel", "revoke", "garbage", "hostile"} | TAKEN | CHANGED
 """Faults that make no rank fall silent, and no transfer take long: whatever runs takes room."""
 
 HASTY = 0.5
@@ -328,6 +331,7 @@ class _Rank(StagedRank):
                 words = words.reshape(NUM_BLOCKS, 1, heads, 2, tokens, HEAD_DIM)
         self.words = words
         self.words[:] = UNUSED
+        self.memory, self.bytes = memory, words.view(np.uint8)
         self.free = list(range(NUM_BLOCKS))
         self.owner, self.retired = {}, set()
         self.is_draining = False
@@ -339,6 +343,13 @@ class _Rank(StagedRank):
             data.make_copies(NUM_COPIES, COPY_BYTES)
         if self.service.script.mishaps:
             data.fate_of = partial(self.service.mishaps.fate_of, self)
+        if self.service.script.looks is not None and self.role == "decode":
+            self.coordinates = coordinates(self.bytes, memory)
+            data.on_landed = self._landed
+        self.fillings: dict[str, Filling] = {}
+        """By request of this side."""
+        self.filled: dict[int, tuple[Filling, Any]] = {}
+        """By transfer."""
         self.data = data
         self.owners: dict[int, dict[int, object]] = {}
         self.reads: dict[int, tuple[str, str]] = {}
@@ -352,6 +363,8 @@ class _Rank(StagedRank):
         if script.budget:
             total = script.budget * script.prefill_engines
             pull = replace(PULL, window_requests=script.budget, total_requests=total)
+        if script.looks is not None:
+            pull = replace(pull, second_look=script.looks.share, second_look_bytes=script.looks.most)
         return EngineConfig(engine_id=self.engine_id, lease=LEASE, pull=pull)
 
     # -- hostile checks ------------------------------------------------------------------------------
@@ -370,6 +383,9 @@ class _Rank(StagedRank):
         mine = posted[transfer.transfer_id].pull
         self.reads[int(transfer.transfer_id)] = posted[transfer.transfer_id].source.rank.place[1], mine.pull_id
         owner = transfer.owner.host.split("#")[0]
+        if self.service.script.looks is not None:
+            filling = self.fillings[mine.request_id]
+            self.filled[int(transfer.transfer_id)] = filling, filling.posts(mine)
         if not self.service.wire.has_asked(self.process, f"sim://{owner}", mine.pull_id):
             self.service.world.violate(f"{self.process.name} reads for {mine.request_id} before it claims from {owner}")
         self.service.wire.posted(self.process, *self.reads[int(transfer.transfer_id)])
@@ -399,6 +415,12 @@ class _Rank(StagedRank):
         self.service.wire.done(self.process, source.rank.place[1], posted.pull.pull_id)
         if source.next_read is None and not source.doubtful and source.running <= {transfer_id}:
             self.service.met(LANDED, posted.pull.request_id, self.process)
+
+    def _landed(self, transfer: Transfer, pieces: range) -> None:
+        """Bytes have landed, some of them changed on their way. What a look brings is what the owner has."""
+        filling, of = self.filled[int(transfer.transfer_id)]
+        owner = self.service.ranks[transfer.owner.host.split("#")[0]]
+        filling.landed(of, owner, transfer, pieces, self.service._active("flip", self.name))
 
     def _fits(self, transfer: Transfer) -> None:
         """No more is in flight than may be, from each rank and in all."""
@@ -497,7 +519,9 @@ class Service(Stage):
         self.leases: list[tuple[_Rank, Process, Any]] = []
         self.recalled: set[tuple[Process, _Lent]] = set()
         self._armed: list[Fault] = []
-        """Recalls that wait for their moment."""
+        """Recalls and scribbles that wait for their moment."""
+        self.scribbled: dict[tuple[int, ...], set[int]] = {}
+        """Bytes that an owner has written into lent blocks: by content, layer, head, part, token and byte."""
         self.hasty: set[Process] = set()
         """Those that close without time for every promise: they give nothing back, and write nothing any more."""
         self.discharged: dict[tuple[int, str], float] = {}
@@ -518,12 +542,13 @@ class Service(Stage):
         for ask in script.asks:
             world.at(0.01 + ask.at, partial(self._ask, ask, 3))
         # Now and then for so long that even tombstones must be gone.
-        self._play(script.faults, QUIET_S * (3 if script.is_long else 1), self._check, self._probe)
+        with small_looks(script.looks):
+            self._play(script.faults, QUIET_S * (3 if script.is_long else 1), self._check, self._probe)
 
     def _probe(self) -> None:
         """With the faults over, a fresh request must complete on every rank that has a block for it."""
         world, engines = self.world, tuple(range(self.script.decode_engines))
-        able = {r.name for e in self.decode for r in e if len(r.free) >= len(self.prefill) and not r.process.is_dead}
+        able = {r.name for e in self.decode for r in e if len(r.free) >= len(self.prefill) and self._is_able(r)}
         count = len(self.attempts)
         for engine in range(len(self.prefill)):
             self._ask(Ask(PROBE + engine, world.now, BLOCK, False, engines, -1, 0, 0.0, 0, 4.0, 0.01, engine), 0)
@@ -531,6 +556,13 @@ class Service(Stage):
         for attempt in self.attempts[count:]:
             if attempt.rank.name in able and attempt.reason != "complete" and not world.violation:
                 world.violate(f"a fresh request on {attempt.rank.name} failed: {attempt.reason}")
+
+    def _is_able(self, rank: _Rank) -> bool:
+        """Whether a rank lives, and has a place for a look: one that hangs keeps its place."""
+        if rank.process.is_dead or not rank.engine._home.is_settled or self.script.looks is None:
+            return not rank.process.is_dead
+        places = rank.engine._driver.core.decode._places
+        return max(places._by_name.values(), default=0) < places.number - places.num_in_use
 
     # -- faults ---------------------------------------------------------------------------------------
 
@@ -666,19 +698,60 @@ class Service(Stage):
         if fault.when:
             self._armed.append(fault)
         else:
-            self._take_back(fault)
+            self._act(fault)
 
-    _begin_preempt = _begin_recall
+    _begin_preempt = _begin_scribble = _begin_recall
+
+    def _act(self, fault: Fault) -> None:
+        (self._scribble if fault.kind == "scribble" else self._take_back)(fault)
 
     def met(self, when: str, request_id: str, process: Process) -> None:
-        """Let a recall happen that waits for such a moment of a request's reader, a little after it."""
+        """Let what waits for such a moment of a request's reader happen, a little after it."""
+        if self.script.goes_on and self.world.now <= self._seconds:
+            self._go_on(int(request_id[1:]), process)
         for fault in self._armed if self.world.now <= self._seconds else ():
             if fault.when == when and int(request_id[1:]) % AGAIN == int(fault.who[0]):
                 self._armed.remove(fault)
                 rng = self.world.random_of("recall", fault, process.now)
                 usual_s = 2e-3 * self.script.data if when == MOVING else 5e-4 * self.script.wire
-                self.world.at(process.now + rng.random() * usual_s, partial(self._take_back, fault))
+                self.world.at(process.now + rng.random() * usual_s, partial(self._act, fault))
                 return
+
+    def _scribble(self, fault: Fault) -> None:
+        """Let a rank write into blocks of a request that it has lent."""
+        rng = self.world.random_of("scribble", fault, self.world.now)
+        for lent in self.lent_ever:
+            names = [n for n in sorted(lent.open) if not (self.ranks[n].process.is_dead or self.ranks[n].is_asleep)]
+            if lent.ask.number % AGAIN != int(fault.who[0]) or not names:
+                continue
+            rank = self.ranks[rng.choice(names)]
+            tokens = [token for token in range(lent.ask.tokens) if token % BLOCK in rank.tokens]
+            for _ in range(rng.choice([1, 1, 2, 9]) if tokens else 0):
+                place, at = divmod(rng.choice([*tokens, tokens[-1]]), BLOCK)
+                layer, head, kv, byte = (rng.randrange(rank.bytes.shape[i]) for i in (1, 2, 3, 5))
+                index = lent.blocks[place], layer, head, kv, rank.tokens.index(at), byte
+                where = lent.contents[place], rank.layers[layer], head + rank.held[0], kv, at, byte
+                values = self.scribbled.setdefault(where, set())
+                value = rng.choice([x for x in range(256) if x not in values and x != rank.bytes[index]])
+                rank.bytes[index] = value
+                values.add(value)
+                self.outcomes["scribbles"] += 1
+
+    def _go_on(self, number: int, reader: Process) -> None:
+        """Let the owner of a request write its next tokens behind those that are lent, soon, into its last block."""
+        if (lent := self.lent.get(number)) is None or not lent.ask.tokens % BLOCK:
+            return
+        rng = self.world.random_of("goes on", number, reader.now)
+
+        def write(rank: _Rank, process: Process) -> None:
+            if rank.name in lent.open and rank.process is process:
+                for place, token in enumerate(rank.tokens):
+                    if token >= lent.ask.tokens % BLOCK:
+                        rank.words[lent.blocks[-1], :, :, :, place] = rng.randrange(0x10000)
+                        self.outcomes["writes.behind"] += 1
+
+        for rank in lent.engine.ranks:
+            self.world.at(reader.now + rng.random() * 2e-3 * self.script.data, partial(write, rank, rank.process))
 
     def _take_back(self, fault: Fault) -> None:
         """Recall a request from all of its ranks, at once or one after the other."""
@@ -1244,15 +1317,16 @@ class Service(Stage):
                 world.violate(f"{rank.name} still holds blocks of {late[0].request_id}: {late[0].reason}")
                 return
             stuck = [t for t in rank.data.running.values() if not t.is_over]
+            writing = [t for t in stuck if not t.ours]  # a look that hangs writes no block
             if not stuck and not core.is_idle:
                 world.violate(f"{rank.name} is not idle: {rank.engine._driver.inspect.gauges()}")
                 return
             holds = [h for h in core.ledger if h.kind == "lent"]
-            if holds or (len(core.ledger) and not stuck):
+            if holds or (len(core.ledger) and not writing):
                 world.violate(f"{rank.name} holds blocks for nobody: {[h.request_id for h in core.ledger]}")
                 return
             lost = set(range(NUM_BLOCKS)) - set(rank.free) - rank.retired
-            if not stuck and (lost or len(rank.free) > len(set(rank.free))) and rank.role == "decode":
+            if not writing and (lost or len(rank.free) > len(set(rank.free))) and rank.role == "decode":
                 world.violate(f"{rank.name} has lost blocks: {sorted(lost)} (free are {sorted(rank.free)})")
                 return
             if core.prefill.num_parked or (self.script.is_long and core.decode.peers.by_place and not stuck):
@@ -1386,8 +1460,11 @@ class Attempt:
             self.is_open = False
             await asyncio.sleep(0.2)
         self.is_open = True
-        token, self.called = object(), "pulled"
+        self.called = "pulled"
         blocks = [rank.free.pop(service.rng.randrange(len(rank.free))) for _ in range(count)]
+        token = filling = Filling(rank, self.lent, first, blocks)
+        if service.script.looks is not None:
+            rank.fillings[request_id] = filling
         for block in blocks:
             rank.owner[block] = token
             rank.words[block] = UNUSED
@@ -1409,6 +1486,9 @@ class Attempt:
                 self._violate("ended as not lent yet, which nobody had told it")
             if exc.reason == "consumed" and (ask.number, rank.name) not in service.discharged:
                 self._violate("was refused as consumed, though this reader released nothing")
+            if exc.reason == "differs":
+                is_last, again = True, False  # no attempt follows, whatever its caller has said
+                world.at(self.process.now, partial(self._differs, filling, exc.pull_id))
             self._in_time(called, frozen)
             self.said.add("cancelled" if exc.reason == "cancelled" else "failed")
             self._is_spared(called, exc.reason)
@@ -1442,7 +1522,9 @@ class Attempt:
                 self._violate(f"published bytes that {len(owners)} ranks have not confirmed")
             self.said = {"complete"}
             self._is_spared(called, "")
-            world.at(self.process.now, partial(self._verify, blocks, first))
+            world.at(self.process.now, partial(self._verify, blocks, first, filling))
+            if service.script.looks is not None:
+                world.at(self.process.now, partial(self._looked, filling, pull_id))
             is_last = True
         if is_last:
             service.discharged.setdefault((ask.number, rank.name), self.process.now)
@@ -1516,7 +1598,8 @@ class Attempt:
             return  # trouble is allowed, or it came late: the router took long, or there were no blocks to fill
         took = self.process.now - max(called, lent.lent_by)
         num_packets = UNTROUBLED_PACKETS + 2 * lent.ask.recall  # a read that may be recalled is confirmed
-        bound = UNTROUBLED_S + num_packets * 2.5e-4 * script.wire + UNTROUBLED_READS * 2e-3 * script.data
+        num_reads = UNTROUBLED_READS * (1 if script.looks is None else 2)
+        bound = UNTROUBLED_S + num_packets * 2.5e-4 * script.wire + num_reads * 2e-3 * script.data
         if script.budget:
             bound *= len(script.asks)  # it may be the last of the queue
         if script.is_packed:
@@ -1544,7 +1627,19 @@ class Attempt:
         # A task's exception would wait until it is asked for.
         self.service.world.violate(f"{self} {what}")
 
-    def _verify(self, blocks: Sequence[int], first: int) -> None:
+    def _differs(self, filling: Filling, pull_id: str) -> None:
+        self.service.outcomes["looks.differ"] += 1
+        if self.service.script.looks is None or not CHANGED & {fault.kind for fault in self.service.script.faults}:
+            self._violate("was told that bytes differ, and nothing changes any")
+        elif wrong := filling.wrong_in_difference(pull_id):
+            self._violate(wrong)
+
+    def _looked(self, filling: Filling, pull_id: str) -> None:
+        assert self.service.script.looks is not None
+        if wrong := filling.wrong_in_complete(pull_id, self.service.script.looks):
+            self._violate(wrong)
+
+    def _verify(self, blocks: Sequence[int], first: int, filling: Filling) -> None:
         rank, lent = self.rank, self.lent
         for i, block in enumerate(blocks):
             place = first // BLOCK + i
@@ -1556,11 +1651,21 @@ class Attempt:
                     if (
                         lo <= token < hi
                         and not (words[:, at] == _value(lent.contents[place], head, *rank.layers, token)).all()
+                        and not self._is_changed(
+                            filling, i, head, at, _value(lent.contents[place], head, *rank.layers, token)
+                        )
                     ):
                         found = sorted({hex(x) for x in words[:, at].ravel().tolist()})
                         self._violate(f"published wrong bytes: block {block} head {head} token {token} holds {found}")
                     if token < lo and not (words[:, at] == UNUSED).all():
                         self._violate("wrote below its first token")
+
+    def _is_changed(self, filling: Filling, place: int, head: int, at: int, value: int) -> bool:
+        """Whether each wrong byte of a token may be so, because it was changed before it was read, or on its way."""
+        head -= self.rank.held[0]
+        found = self.rank.bytes[filling.blocks[place], 0, head, :, at]
+        right = np.full(HEAD_DIM, value, np.uint16).view(np.uint8)
+        return all(filling.may_be((place, 0, head, kv, at, byte)) for kv, byte in np.argwhere(found != right).tolist())
 
     def _give_back(self, blocks: Sequence[int]) -> None:
         if self.process.is_dead:

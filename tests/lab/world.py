@@ -443,6 +443,7 @@ class WorldData(Nic):
     Attributes:
         on_post, on_land: Called with a transfer when it is posted, and before some of it lands or is placed, with the
             places in our memory that are written.
+        on_landed: Called with a transfer and the pieces of it that have landed just now, or were placed.
         on_done: Called with a transfer whose good end this process is told.
         fate_of: Says what becomes of one transfer, given what became of it otherwise.
     """
@@ -452,6 +453,7 @@ class WorldData(Nic):
         self.process, self._declared = process, tuple(memories)
         self.on_post: Callable[[Transfer], None] = lambda transfer: None
         self.on_land: Callable[[Transfer, Sequence[tuple[int, int, int]]], None] = lambda transfer, spots: None
+        self.on_landed: Callable[[Transfer, range], None] = lambda transfer, pieces: None
         self.on_done: Callable[[TransferId], None] = lambda transfer_id: None
         self.fate_of: Callable[[Transfer, TransferFate], TransferFate] = lambda transfer, fate: fate
         self.is_closed = False
@@ -658,8 +660,11 @@ class WorldData(Nic):
     def _land(self, transfer: Transfer, upto: int | None = None) -> None:
         upto = len(transfer.pieces) if upto is None else upto
         if upto > transfer.landed and not (transfer.is_dead or transfer.is_cut or self.process.is_dead):
+            landed = range(transfer.landed, upto)
             self.on_land(transfer, () if transfer.is_staged else transfer.spots[transfer.landed : upto])
             transfer.land(upto)
+            if not transfer.is_staged:
+                self.on_landed(transfer, landed)
 
     def _place(self, transfer: Transfer) -> Ending:
         """Copy what has landed in a slot to its place."""
@@ -668,6 +673,7 @@ class WorldData(Nic):
         if transfer.is_staged and not (transfer.is_dead or transfer.is_cut or self.process.is_dead):
             self.on_land(transfer, transfer.spots)
             transfer.place()
+            self.on_landed(transfer, range(len(transfer.places)))
         return Ending.DONE
 
     def _end(self, transfer: Transfer, fate: TransferFate) -> None:
