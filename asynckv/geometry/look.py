@@ -90,7 +90,7 @@ class _Strip(NamedTuple):
     shares: Int64s  # int64 `[rows]`: index of each row's share
     local: Int32s
     remote: Int32s
-    last: tuple[int, int]  # how far the last tokens reach into the request's last block, and their column
+    last: tuple[int, int, int]  # the last block listed, how far the last tokens reach into it, and their column
 
     @property
     def num_pieces(self) -> int:
@@ -150,13 +150,13 @@ def differing(tables: PeerTables, lists: BlockLists, look: Look, found: Differen
     return Differing(layer, part, begin, end - begin, found.here.hex(), found.there.hex())
 
 
-def _last(lists: BlockLists, pair: GroupPair, offset: int, local: Int32s) -> tuple[int, int]:
-    (listed, ids), group, per = lists.local[pair.local_index], pair.local, pair.local.ratio * pair.units[0]
-    at = min((lists.num_tokens - 1) // group.block_size - listed // group.block_size, len(ids) - 1)
-    if not len(found := np.flatnonzero(local // per == ids[at])):
-        return -1, 0
+def _last(lists: BlockLists, pair: GroupPair, offset: int, local: Int32s) -> tuple[int, int, int]:
+    (_, ids), per = lists.local[pair.local_index], pair.local.ratio * pair.units[0]
+    # A rank that shares tokens may have none of the last block.
+    at = int(np.flatnonzero(np.isin(ids, local // per))[-1])
+    found = np.flatnonzero(local // per == ids[at])
     column = int(found[np.argmax(local[found])])
-    return int(local[column]) % per * pair.unit[0] + offset, column
+    return at, int(local[column]) % per * pair.unit[0] + offset, column
 
 
 def _sample(strips: Sequence[_Strip], most: int, rng: np.random.Generator) -> Int64s:
@@ -169,7 +169,7 @@ def _sample(strips: Sequence[_Strip], most: int, rng: np.random.Generator) -> In
     ends = [np.flatnonzero(np.append(np.diff(strip.shares), 1)) for strip in best.values()]
     least, chosen = max(most // 2 // sum(map(len, ends)), LEAST_BYTES), []
     for strip, rows in zip(best.values(), ends, strict=True):
-        columns = np.full(len(rows), strip.last[1])
+        columns = np.full(len(rows), strip.last[-1])
         chosen.append(strip.pieces(rows, columns, max(int(strip.rows[0, 6]) - least, 0), least))
     left = most - sum(int(pieces[:, 4].sum()) for pieces in chosen)
     sizes = np.array([strip.num_bytes for strip in strips])
