@@ -279,6 +279,7 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     loses_agents, reaches_brinks = "agent" in faults, {"brink", "slow"} <= set(faults)
     recalls = [kind for kind in ("recall", "preempt") if kind in faults]
     changes = [kind for kind in ("scribble", "flip") if kind in faults]
+    knows_all = {*FAULTS} <= {*faults, "scribble", "flip"}
     faults = [kind for kind in faults if kind not in ("agent", "brink", "recall", "preempt", "scribble", "flip")]
     if rng.random() < 0.1 and {"slow", "pause"} <= set(faults):
         # A small request, with a reader that is away again and again while its few reads take longer than a promise.
@@ -337,7 +338,7 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     if reaches_brinks:
         script = _at_the_brink(random.Random(repr(("brink", seed))), script)
     script = _discharged(random.Random(repr(("discharged", seed))), script)
-    script = _recalled(random.Random(repr(("recalled", seed))), script, recalls)
+    script = _recalled(random.Random(repr(("recalled", seed))), script, recalls, knows_all)
     return _looked(random.Random(repr(("looked", seed))), script, changes)
 
 
@@ -379,18 +380,21 @@ def _discharged(rng: random.Random, script: Script) -> Script:
     return replace(script, asks=tuple(asks))
 
 
-def _recalled(rng: random.Random, script: Script, kinds: Sequence[str]) -> Script:
+def _recalled(rng: random.Random, script: Script, kinds: Sequence[str], knows_all: bool) -> Script:
     """Let the requests of a third of all scripts be recallable, or some of them; and recall some of those, also twice,
     before they are lent, and after their end.
     """
     if rng.random() < 2 / 3:
         return script
     share = rng.choice([0.5, 1.0])
-    asks = tuple(replace(ask, recall=rng.random() < share) for ask in script.asks)
-    is_alone = bool(script.faults) and (script.is_only_hostile or bool(script.spared))
-    script, able = replace(script, asks=asks), [ask for ask in asks if ask.recall]
-    if is_alone or not able or not kinds:
+    script = replace(script, asks=tuple(replace(ask, recall=rng.random() < share) for ask in script.asks))
+    if not kinds or (script.faults and (script.is_only_hostile or script.spared)):
+        return script  # requests without any other trouble stay so
+    script = _sharing_a_prefix(rng, script) if rng.random() < 0.3 else script
+    if not (able := [ask for ask in script.asks if ask.recall]):
         return script
+    if knows_all and rng.random() < 0.1:
+        return _too_late_to_renew(rng, script, rng.choice(able))
     faults = []
     for _ in range(rng.choice([0, 1, 2, 3, 4])):
         ask, when = rng.choice(able), rng.choice([SOON, SOON, MOVING, MOVING, LANDED, LANDED, LANDED])
@@ -423,6 +427,35 @@ def _looked(rng: random.Random, script: Script, kinds: Sequence[str]) -> Script:
             at += rng.random() ** 2 * rng.choice([0.1, 1.0, ask.lend_s + ask.routed_s + 1.5])
         faults += [Fault(kind, min(at, script.seconds), 0.0, (str(ask.number),), when=when)]
     return replace(script, faults=(*script.faults, *faults))
+
+
+def _sharing_a_prefix(rng: random.Random, script: Script) -> Script:
+    """Let a request be lent beside one that has the same first blocks."""
+    if len(script.asks) < 2:
+        return script
+    first, second = rng.sample(script.asks, 2)
+    first = replace(first, tokens=max(first.tokens, BLOCK + 1), recall=True, fate=LENT)
+    tokens, at = max(second.tokens, BLOCK + 1), first.at + rng.random() ** 2
+    recall = rng.random() < 0.5
+    second = replace(second, tokens=tokens, at=at, shares=first.number, prefill=first.prefill, recall=recall, fate=LENT)
+    asks = {ask.number: ask for ask in script.asks} | {first.number: first, second.number: second}
+    return replace(script, asks=tuple(sorted(asks.values(), key=lambda ask: ask.at)))
+
+
+def _too_late_to_renew(rng: random.Random, script: Script, chosen: Ask) -> Script:
+    """Let a read end while an owner is stopped for longer than its grants run, and let old grants come once more."""
+    tokens, lease_s = min(chosen.tokens, BLOCK), 8.0
+    ask = replace(chosen, tokens=tokens, cached=0, fate=LENT, announce_s=0.0, routed_s=0.2, lease_s=lease_s, shares=-1)
+    asks = tuple(ask if each is chosen else each for each in script.asks)
+    owner, begin = rng.choice(script.prefill_names[ask.prefill]), ask.at + ask.lend_s + 0.3 + rng.random() * 0.6
+    readers = tuple(name for engine in ask.engines for name in script.decode_names[engine])
+    faults = (
+        Fault("slow", ask.at, ask.lend_s + 1.0, readers),
+        Fault("freeze", begin, rng.uniform(2.05, 2.6), (owner,)),
+        Fault("duplicate", ask.at, ask.lend_s + 6.0, (owner,)),
+        Fault("delay", begin, 4.0, (owner,), rng.choice([0.0, 0.5])),
+    )
+    return replace(script, asks=asks, faults=faults, seconds=max(script.seconds, begin + 5.0))
 
 
 def _pressed(rng: random.Random, script: Script) -> Script:

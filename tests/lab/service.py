@@ -1247,7 +1247,9 @@ class Service(Stage):
         since = [self.discharged.get((ask.number, self.decode[e][r].name)) for e in ask.engines for r in readers]
         # A release that was lost, or came early and found no room, is repeated after 0.2, 0.6, 1.4 and 3 seconds.
         slack = 3.3 if any(f.kind in ("loss", "hostile") for f in self.script.faults) else 1.0
-        return all(at is not None and at < lease.ended_at - slack for at in since)
+        # A release that comes before its request is lent is remembered for a while, not for ever.
+        begin = lease.clock.at - LEASE.parked_s
+        return all(at is not None and begin < at < lease.ended_at - slack for at in since)
 
     def _was_told(self, rank: _Rank, lease: _Lease) -> str:
         """Say what a lease's end tells otherwise than its readers do."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.lab import simulation
-from tests.lab.mutations import PLANTED, doors
+from tests.lab.mutations import PLANTED, doors, knows_no_recall
 from tests.lab.rigged import Rank, Rigged
 from tests.lab.simulate import main as simulate_main
 from tests.lab.simulation import FAULTS, Fault, make_script, minimise, play, simulate, simulate_many
@@ -41,6 +41,10 @@ def test_hundreds_of_services_keep_every_promise() -> None:
         "hostile.forged",
         "hostile.lied",
         "hostile.flooded",
+        "recall.before",
+        "recall.moving",
+        "recall.landed",
+        "recall.after",
     ):
         assert found.counts[what] > 0
     assert {kind for kind in FAULTS if found.counts[f"fault.{kind}"]} == set(FAULTS)
@@ -71,6 +75,31 @@ def test_ranks_share_tokens_in_one_service_of_four_on_either_side_or_on_both() -
     found = Counter(tuple(size > 1 for size, _ in make_script(seed).shards.values()) for seed in range(1000))
     assert 230 < 1000 - found[False, False] < 270
     assert min(found.values()) > 30
+
+
+TAKEN = {"recall", "preempt"}
+
+
+def test_a_third_of_all_scripts_may_recall_requests_and_no_other_script_knows_of_that() -> None:
+    scripts = [make_script(seed) for seed in range(1000)]
+    before = [make_script(seed, [kind for kind in FAULTS if kind not in TAKEN]) for seed in range(1000)]
+    able = [any(ask.recall for ask in script.asks) for script in scripts]
+    assert 280 < sum(able) < 380
+    assert all(script == other for script, other, may in zip(scripts, before, able, strict=True) if not may)
+    faults = [{fault.kind for fault in script.faults} & TAKEN for script in scripts]
+    assert not any(found for found, may in zip(faults, able, strict=True) if not may)
+    assert sum(map(bool, faults)) > 130
+
+
+def test_a_reader_that_knows_of_no_recall_is_refused_and_believes_nothing() -> None:
+    counts = Counter[str]()
+    for seed in range(120):
+        script = make_script(seed)
+        if all(ask.recall for ask in script.asks) and any(fault.kind in TAKEN for fault in script.faults):
+            found = play(script, partial(Rigged, plant=knows_no_recall))
+            assert found.violation == ""
+            counts += found.counts
+    assert counts["pull.blocks_differ"] > 20
 
 
 def digest(seed: int) -> str:
@@ -169,6 +198,7 @@ SLOW = {
     "one_queue_for_all": 1126,
     "one_window_for_all_peers": 740,
     "promises_cut_short_are_not_named": 168,
+    "recalled_reads_are_proven_by_the_nonce_that_counts_for_refusals": 763,
     "releases_are_sent_once": 737,
     "the_queue_lets_leases_run_out": 287,
     "what_has_ended_long_ago_is_not_lent_yet": 809,
