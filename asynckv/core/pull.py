@@ -565,8 +565,10 @@ class Pull:
         assert source.tables is not None
         assert self.lists is not None
         source.has_looked = True
-        most, seed = self.limits.second_look_bytes, zlib.crc32(f"{self.pull_id} {source.name}".encode())
-        source.following = looks(source.tables, self.lists, most if isinstance(most, int) else None, seed)
+        limits, seed = self.limits, zlib.crc32(f"{self.pull_id} {source.name}".encode())
+        most = None if limits.second_look_bytes == "all" else limits.second_look_bytes
+        budget = limits.max_post_bytes, limits.max_post_descriptors
+        source.following = looks(source.tables, self.lists, most, seed, *budget)
         try:
             source.next_read = next(source.following, None)
         except LayoutError as exc:
@@ -781,8 +783,8 @@ class Pull:
 
     @property
     def _phase(self) -> str:
-        """Return the phase of the pull, or its phase before DRAINING, as `asynckv.observe.log.phases` names it."""
-        states = (text for _, text in reversed(self.history) if isinstance(text, PullState) and text is not S.DRAINING)
+        """Return the phase of the pull, or its phase before its end, as `asynckv.observe.log.phases` names it."""
+        states = (text for _, text in reversed(self.history) if isinstance(text, PullState) and text not in _ENDS)
         match next(states, S.ANNOUNCED):
             case S.ANNOUNCED:
                 return "announced"
@@ -824,6 +826,7 @@ class Pull:
 
 
 _UNREAD = (S.ANNOUNCED, S.CONNECTING, S.QUEUED)
+_ENDS = (S.DRAINING, S.NOTIFYING)  # a difference is judged in NOTIFYING
 _CLAIMS = (S.ANNOUNCED, S.CONNECTING, S.QUEUED, S.READING)
 
 

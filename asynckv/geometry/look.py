@@ -114,8 +114,10 @@ class _Strip(NamedTuple):
             yield from (self.pieces(row, column, part) for part in parts)
 
 
-def looks(tables: PeerTables, lists: BlockLists, most: int | None, seed: int) -> Iterator[Look]:
-    """Draw about `most` bytes of what is read of a rank, or take all of it, as looks."""
+def looks(
+    tables: PeerTables, lists: BlockLists, most: int | None, seed: int, max_bytes: int, max_pieces: int
+) -> Iterator[Look]:
+    """Draw about `most` bytes of what is read of a rank, or take all of it, as looks of so many bytes and pieces."""
     strips, exact = dict[GroupPair, list[_Strip]](), lists.exact()
     for pair in tables.group_pairs:
         some = strips[pair] = list[_Strip]()
@@ -133,7 +135,7 @@ def looks(tables: PeerTables, lists: BlockLists, most: int | None, seed: int) ->
                 [_sample(some, most * sum(strip.num_bytes for strip in some) // num_bytes, rng)] if some else ()
             )
         for pieces in chosen:
-            yield from _in_places(pair, pieces)
+            yield from _in_places(pair, pieces, min(max_bytes, PLACE_BYTES), max_pieces)
 
 
 def differing(tables: PeerTables, lists: BlockLists, look: Look, found: Difference) -> Differing:
@@ -183,10 +185,11 @@ def _sample(strips: Sequence[_Strip], most: int, rng: np.random.Generator) -> In
     return pieces[np.lexsort((pieces[:, 3], pieces[:, 2]))]  # NIXL merges pieces that touch
 
 
-def _in_places(pair: GroupPair, pieces: Int64s) -> Iterator[Look]:
-    """Divide pieces into looks that fit into a place."""
+def _in_places(pair: GroupPair, pieces: Int64s, max_bytes: int, max_pieces: int) -> Iterator[Look]:
+    """Divide pieces into looks that fit into a place. Only a look of a single piece may exceed `max_bytes`."""
     ends, first, before = np.cumsum(pieces[:, 4]), 0, 0
     while first < len(pieces):
-        stop = int(np.searchsorted(ends, before + PLACE_BYTES, side="right"))
+        stop = int(np.searchsorted(ends, before + max_bytes, side="right"))
+        stop = max(min(stop, first + max_pieces), first + 1)
         yield Look(pair, pieces[first:stop], int(ends[stop - 1]) - before)
         first, before = stop, int(ends[stop - 1])

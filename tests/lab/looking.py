@@ -18,7 +18,6 @@ import numpy.typing as npt
 from asynckv.core import decode as decode_module
 from asynckv.core.pull import Pull
 from asynckv.core.types import Reason
-from asynckv.geometry import look as look_module
 from asynckv.testing.fabric import Bytes, Transfer
 from tests.lab.script import BLOCK, Looks
 
@@ -27,15 +26,15 @@ NOT_SEEN = -1
 
 
 @contextmanager
-def small_looks(looks: Looks | None) -> Iterator[None]:
-    """Let looks be as small as a service has them, so that "all" takes many, and few run at a time."""
-    before = look_module.MAX_PIECES, decode_module.NUM_PLACES
+def few_places(looks: Looks | None) -> Iterator[None]:
+    """Let as many looks of a rank run at a time as a service has them."""
+    before = decode_module.NUM_PLACES
     if looks is not None:
-        look_module.MAX_PIECES, decode_module.NUM_PLACES = looks.num_pieces, looks.num_places
+        decode_module.NUM_PLACES = looks.num_places
     try:
         yield
     finally:
-        look_module.MAX_PIECES, decode_module.NUM_PLACES = before
+        decode_module.NUM_PLACES = before
 
 
 def coordinates(view: Bytes, memory: Bytes) -> Ints:

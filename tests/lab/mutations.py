@@ -21,13 +21,14 @@ import numpy as np
 import pytest
 
 from asynckv.config import PullConfig
+from asynckv.core import attempts, routes, wire
 from asynckv.core import lease as lease_module
-from asynckv.core import routes, wire
 from asynckv.core.copies import Copies
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import WHEN, Lease, LeaseState
 from asynckv.core.ledger import Ledger
-from asynckv.core.source import Source
+from asynckv.core.pull import Pull
+from asynckv.core.source import Blame, Source
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Key, Outcome, Reason, ReplyTo, TransferId
 from asynckv.core.wire import (
@@ -47,9 +48,10 @@ from asynckv.core.wire import (
     Welcome,
 )
 from asynckv.errors import AsyncKVError, BlocksRetired, LocalProtocolError, NotLentYet, PullError, PullTimeout
-from asynckv.geometry import match
+from asynckv.geometry import look, match
 from asynckv.geometry.layout import TokenShard
 from asynckv.geometry.match import owed_readers, remote_ranks
+from asynckv.geometry.pairing import BlockLists
 from asynckv.ports import AgentInfo, AgentLost, CopyMade
 from asynckv.scheduler import PrefillRanks
 from tests.lab.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
@@ -861,6 +863,126 @@ def knows_no_recall(rank: Rank) -> None:
         return await engine.honest.pull(request_id, groups, known(params), **options)
 
     engine.announce, engine.pull = announce, pull
+
+
+# -- second looks ------------------------------------------------------------------------------------------------------
+
+
+@planted
+def looks_are_compared_with_themselves(rank: Rank) -> None:
+    """No look ever finds a difference."""
+
+    def blind(news: Any) -> Any:
+        return news._replace(difference=None) if isinstance(news, TransferEnded) else news
+
+    rank.data.post_read = lambda *args: blind(rank.data.honest.post_read(*args))
+    rank.data.poll = lambda: [blind(news) for news in rank.data.honest.poll()]
+
+
+@planted
+def looks_read_the_packed_copy(rank: Rank) -> None:
+    """A look sees again what the packed copy held, and not what the blocks hold."""
+    copied = dict[int, int]()  # by address in our memory
+
+    def prepare(plane: Any, *args: Any) -> Any:
+        transfer = type(plane).prepare(plane, *args)
+        if not transfer.ours and args[-1].slot < 0:
+            copied.clear()
+            return transfer
+        for i, (target, source) in enumerate(transfer.pieces):
+            begin = (transfer.ours[i] if transfer.ours else target).__array_interface__["data"][0]
+            addresses = range(begin, begin + len(source))
+            if not transfer.ours:
+                copied.update(zip(addresses, source.tolist(), strict=True))
+            elif copied.keys() >= {*addresses}:
+                transfer.pieces[i] = target, np.array([copied[address] for address in addresses], np.uint8)
+        return transfer
+
+    def post_read(*args: Any) -> Any:
+        rank.data.honest.prepare = partial(prepare, rank.data.honest)
+        return rank.data.honest.post_read(*args)
+
+    rank.data.post_read = post_read
+
+
+@inside()
+def samples_lack_the_last_tokens(patch: pytest.MonkeyPatch) -> None:
+    """A sample has any tokens of each part."""
+    patch.setattr(look, "_last", lambda *args: (0, 0, 0))
+
+
+@inside()
+def samples_lack_a_part(patch: pytest.MonkeyPatch) -> None:
+    """A sample has pieces of the first part alone."""
+    honest = look._sample
+
+    def sample(*args: Any) -> Any:
+        pieces = honest(*args)
+        return pieces[pieces[:, 5] == pieces[:, 5].min()]
+
+    patch.setattr(look, "_sample", sample)
+
+
+@inside()
+def looks_go_beyond_the_tokens_that_are_lent(patch: pytest.MonkeyPatch) -> None:
+    """All that was read is compared."""
+    patch.setattr(BlockLists, "exact", lambda lists: lists)
+
+
+@inside()
+def what_is_read_again_is_not_looked_at_again(patch: pytest.MonkeyPatch) -> None:
+    """A read that is repeated because it was early is believed without a look."""
+    honest = Source.restart
+
+    def restart(self: Source, *args: Any, **options: Any) -> None:
+        honest(self, *args, **options | {"looks": False})
+
+    patch.setattr(Source, "restart", restart)
+
+
+@inside()
+def the_proof_leaves_out_the_look(patch: pytest.MonkeyPatch) -> None:
+    """A read ends with its first look at the bytes: what is seen later needs no promise."""
+    ends, look_again, prove = dict[Source, tuple[float, int]](), Pull._look_again, Source.prove
+
+    def begin(self: Pull, source: Source, now: float) -> None:
+        ends[source] = now, max(source.nonces, default=0)
+        look_again(self, source, now)
+
+    def rigged(self: Source) -> None:
+        after = self.done_at, self.nonce_when_done
+        if self in ends and self.done_at > -np.inf:
+            self.done_at, self.nonce_when_done = ends[self]
+        prove(self)
+        self.done_at, self.nonce_when_done = after
+
+    patch.setattr(Pull, "_look_again", begin)
+    patch.setattr(Source, "prove", rigged)
+
+
+@inside()
+def differences_are_published(patch: pytest.MonkeyPatch) -> None:
+    """A pull is complete though a look has found other bytes."""
+    unlike(patch, Pull, "_publish", "looks", lambda pull: False)
+
+
+@inside()
+def differences_are_judged_before_the_proof(patch: pytest.MonkeyPatch) -> None:
+    """A pull fails as soon as a look has found other bytes: its owner may have had the blocks back before."""
+    honest = Pull.looked
+
+    def looked(self: Pull, source: Source, *args: Any) -> None:
+        honest(self, source, *args)
+        if source.differs is not None:
+            self._fail(Reason.DIFFERS, str(source.differs), self.history[-1][0], Blame((source.name,)))
+
+    patch.setattr(Pull, "looked", looked)
+
+
+@inside()
+def differences_are_tried_again(patch: pytest.MonkeyPatch) -> None:
+    """The engine reads once more what has differed."""
+    patch.setattr(attempts, "RETRYABLE", attempts.RETRYABLE | {Reason.DIFFERS})
 
 
 # -- custody of blocks -------------------------------------------------------------------------------------------------

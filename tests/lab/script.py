@@ -151,13 +151,11 @@ class Looks:
 
     Attributes:
         share, most: Of pulls, and bytes of each rank, as in `PullConfig`.
-        num_pieces: Most pieces of one look, and thus how many looks "all" takes.
         num_places: Looks of a rank that run at a time.
     """
 
     share: float
     most: int | Literal["all"]
-    num_pieces: int
     num_places: int
 
 
@@ -410,7 +408,7 @@ def _looked(rng: random.Random, script: Script, kinds: Sequence[str]) -> Script:
     if rng.random() < 2 / 3:
         return script
     share, most = rng.choice([1.0, 1.0, 1.0, 0.3]), rng.choice(["all", "all", "all", 1, 100, 400])
-    looks = Looks(share, most, rng.choice([2048, 2048, 40, 7]), rng.choice([8, 8, 3]))
+    looks = Looks(share, most, rng.choice([8, 8, 3]))
     is_alone = bool(script.faults) and (script.is_only_hostile or bool(script.spared))
     script = replace(script, looks=looks, goes_on=rng.random() < 0.6)
     faults = []

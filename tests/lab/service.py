@@ -34,7 +34,7 @@ from asynckv.scheduler import PrefillRanks
 from asynckv.testing.fabric import Transfer
 from tests.lab.doors import Doors
 from tests.lab.hostile import Hostile
-from tests.lab.looking import Filling, coordinates, small_looks
+from tests.lab.looking import Filling, coordinates, few_places
 from tests.lab.mishaps import Mishaps
 from tests.lab.oracles import TURN_S, Stopwatch, Wire, check_belief, wrong_in
 from tests.lab.script import (
@@ -542,7 +542,7 @@ class Service(Stage):
         for ask in script.asks:
             world.at(0.01 + ask.at, partial(self._ask, ask, 3))
         # Now and then for so long that even tombstones must be gone.
-        with small_looks(script.looks):
+        with few_places(script.looks):
             self._play(script.faults, QUIET_S * (3 if script.is_long else 1), self._check, self._probe)
 
     def _probe(self) -> None:
