@@ -489,9 +489,10 @@ class Pull:
             case Refused():
                 reads_yet = self.state not in (S.ANNOUNCED, S.CONNECTING)
                 if failure := source.refused(answer, now, reads_yet=reads_yet):
-                    if source.confirms and answer.reason is Reason.REVOKED:
+                    is_recalled = source.confirms and answer.reason is Reason.REVOKED
+                    if is_recalled:
                         self.retryable = frozenset()  # what was recalled is never lent again
-                    self._fail(*failure, now, Blame((source.name,)))
+                    self._fail(*failure, now, Blame((source.name,), How.RECALLED if is_recalled else None))
                     event = E.FAILED
                 elif source.claim_at == math.inf:
                     self._note(now, notes.Unrenewed(source.name, answer.reason))
