@@ -102,16 +102,19 @@ async def test_a_second_look_that_differs_is_a_finding_of_its_own(sim: Bench, lo
     assert (counters["pulls.differs"], counters["bytes.looked_at"] > 0) == (2, True)
     [event] = logs.lines("bytes_differ")
     owner, reader = event["peer"], event["rank"]
-    for without, number, requests in (((), 2, ["d1", "d2"]), (("pull_ended", "pulls_ended_alike"), 1, ["d1"])):
+    of_pulls = ((), 2, ["d1", "d2"], "part 'k' of layer 'layers.0', tokens 0 to 15")
+    of_the_event = (("pull_ended", "pulls_ended_alike"), 1, ["d1"], "part k of layers.0, from token 0")
+    for without, number, requests, where in (of_pulls, of_the_event):
         found, shown = logs.why(*without)
         [finding] = [x for x in found["findings"] if x["code"] == "bytes_differ"]
         assert (finding["heading"], finding["requests"]) == (HEADING.BYTES, requests)
         assert "the blocks changed while they were lent, or the transport changed them" in finding["what"]
         assert {owner, reader} <= set(finding["ranks"])
-        assert "part 'k' of layer 'layers.0'" in finding["what"] + finding["evidence"]
         assert finding["remedy"].startswith(f"On {owner}: synchronize with the stream")
-        assert f"{number} pull" in finding["what"] + finding["evidence"]
-    assert "error bytes_differ" not in shown, "the event is told once"
+        said = finding["what"] + finding["evidence"]
+        assert where in said
+        assert f"{number} pull" in said
+        assert "error bytes_differ" not in shown, "the event is told once"
 
 
 async def test_an_engine_that_is_asked_tells_of_second_looks_that_differ() -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from asynckv import told
 from asynckv.account.survey import MAX_PEERS
 from asynckv.edges.kernel import FIRST_PID_NAMESPACE
-from asynckv.geometry.look import Differing
 from asynckv.integrations.vllm.options import WORDS
 from asynckv.tools.console import grouped
 from asynckv.tools.diagnose import standing
@@ -362,25 +361,20 @@ def _differ(seen: Seen, failed: Sequence[Failure]) -> Iterator[Finding]:
     """Find readers whose second looks differed, by the event or by an engine's count, unless failed pulls say so."""
     reported = {pull.process for x in failed if x.verdict.cause is DIFFER for pull in x.pulls}
     # A count has no time, so it says nothing of a part of the time.
-    counts = (
-        {} if math.isfinite(seen.since) else {x.account.incarnation: x.account.facts.counters for x in seen.answers}
-    )
+    answers = () if math.isfinite(seen.since) else seen.answers
+    counts = {x.account.incarnation: x.account.facts.counters.get("pulls.differs") for x in answers}
     for process in (x for x in seen.service.processes.values() if x not in reported):
         lines = [x for x in process.of(told.BytesDiffer) if not seen.axis.at(process, x.at) < seen.since]
-        number = integer(counts.get(process.incarnation, {}).get("pulls.differs"), len(lines))
-        if number:
-            rank, owners = process.rank, tuple(x.text("peer") for x in lines)
-            what = f"{counted(number, 'pull')} of {rank} from {listed(owners) or 'prefill ranks'} failed: "
-            what += CATALOGUE[DIFFER].title
-            evidence = _differing(lines[0]) if lines else "`pulls.differs` of its answer"
+        if number := integer(counts.get(process.incarnation), len(lines)):
+            owners, names = (tuple(x.text(name) for x in lines) for name in ("peer", "request_id"))
+            who = f"{process.rank} from {listed(owners) or 'prefill ranks'}"
+            what = f"{counted(number, 'pull')} of {who} failed: {CATALOGUE[DIFFER].title}"
+            where = [
+                f"part {x.text('part')} of {x.text('layer')}, from token {x.integer('first_token')}" for x in lines
+            ]
             remedy = remedy_of(DIFFER, names={"holder": listed(owners)})
-            names = tuple(x.text("request_id") for x in lines)
-            yield Finding(HEADING.BYTES, DIFFER.value, what, evidence, remedy, names, ranks=(rank, *owners))
-
-
-def _differing(line: Record) -> str:
-    where, tokens = (line.text("layer"), line.text("part")), (line.integer("first_token"), line.integer("num_tokens"))
-    return str(Differing(*where, *tokens, line.text("read"), line.text("seen")))[:MAX_TEXT]
+            evidence, ranks = some(where)[:MAX_TEXT] or "`pulls.differs` of its answer", (process.rank, *owners)
+            yield Finding(HEADING.BYTES, DIFFER.value, what, evidence, remedy, names, ranks=ranks)
 
 
 def _twice(seen: Seen, late: Iterable[Leak], failed: Iterable[Failure]) -> Iterator[Finding]:
