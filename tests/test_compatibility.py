@@ -86,7 +86,7 @@ def test_owner_and_reader_make_the_digest_that_every_version_makes(version: str,
     lent = Lent(
         key=params.key, request_id=RequestId(params.request_id), groups=params.groups, num_tokens=params.num_tokens,
         written=params.written, hashes=params.hashes, hash_tokens=params.hash_tokens, lease_s=params.lease_s,
-        grant_s=3.0, max_lease_s=600.0, readers=1, tp_rank=0, tp_size=1,
+        grant_s=3.0, max_lease_s=600.0, readers=1, tp_rank=0, tp_size=1, recall=bool(params.recall),
     )  # fmt: skip
     for claimed, answer in ((said, Granted), (said[::-1], Refused)):
         claim = Claim(params.key, params.request_id, Cohort("decode"), "pull", 1, claimed, 5.0)
