@@ -357,18 +357,20 @@ class EngineThread:
         Raises:
             TimeoutError: The engine is late. **Write none of the blocks** before another call with these params has
                 returned. The recall stays ordered.
-            EngineClosed: The engine was never started.
+            EngineClosed: The engine was never started. Or the blocks may still be lent, because its loop ended while it
+                carried this out (call again), or because it belongs to the parent of this forked process.
             LocalProtocolError: Params are of another engine, or were made without `recall=True`. Nothing has changed.
             RemoteProtocolError: Params are malformed. Nothing was changed.
             WrongThread: The caller is on the engine's thread: use `engine.recall`.
         """
-        timeout_s, found = number("timeout_s", timeout_s, 0), recallable(requests)
+        timeout_s = number("timeout_s", timeout_s, 0, threading.TIMEOUT_MAX)
         if threading.current_thread() is self._thread:
             raise WrongThread(
                 "recall() was called on the engine's own thread, which would wait for itself; use engine's"
             )
-        if self._snapshot is None:
-            raise EngineClosed(f"the engine lends nothing: {self._cause}")
+        if self._snapshot is None or self.engine._home.is_left:
+            raise EngineClosed(f"the engine recalls nothing: {self._cause}")
+        found = recallable(requests, self.engine._driver)
         recall = self._desk._recall(found)
         try:
             others = recall.done.result(timeout_s)
