@@ -167,7 +167,7 @@ def test_a_bad_request_among_good_ones_is_refused_and_nothing_is_recalled(owner:
     ]:
         for requests in ([bad], [good, bad], [bad, good]):
             with pytest.raises(error, match=says):
-                owner.recall(requests)  # type: ignore[list-item]
+                owner.recall(requests)  # type: ignore[arg-type]
     for wrong in (good, None, 5):
         with pytest.raises(LocalProtocolError, match=r"requests is .*; give a list"):
             owner.recall(wrong)  # type: ignore[arg-type]

@@ -385,11 +385,11 @@ class EngineThread:
 
     def _cut_short_of(self, requests: Iterable[KVTransferParams]) -> tuple[HeldBlocks, ...]:
         named = self.engine._driver.core.ledger.named(params.groups for params in requests)
-        some = [
-            replace(x, blocks={g: tuple(b for b in ids if named[g][b]) for g, ids in x.blocks.items()})
-            for x in self._cut_short
-        ]
-        return tuple(x for x in some if any(x.blocks.values()))
+        return tuple(
+            replace(hold, blocks=blocks)
+            for hold in self._cut_short
+            if (blocks := {g: some for g, ids in hold.blocks.items() if (some := tuple(b for b in ids if named[g][b]))})
+        )
 
     def _wake(self) -> None:
         """Wake the loop, unless an earlier wake-up is still pending."""
