@@ -14,7 +14,6 @@ A second reader has a planted bug: a grant that still runs proves its reads. It 
 from __future__ import annotations
 
 import asyncio
-import functools
 import random
 import sys
 import time
@@ -258,7 +257,7 @@ def recalls(
     json: command.Json = "-",
 ) -> int:
     """Recall requests while real processes read them over CMA and TCP, and overwrite them at once."""
-    return command.report(json, [functools.partial(asyncio.run, run(recalls, seed, mib=mib))])
+    return command.report(json, [lambda: asyncio.run(run(recalls, seed, mib=mib))])
 
 
 EPILOG = """
