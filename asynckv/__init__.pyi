@@ -36,6 +36,7 @@ from asynckv.engine import LentRequest as LentRequest
 from asynckv.errors import AsyncKVError as AsyncKVError
 from asynckv.errors import BackendError as BackendError
 from asynckv.errors import BlocksRetired as BlocksRetired
+from asynckv.errors import BytesDiffer as BytesDiffer
 from asynckv.errors import ConfigError as ConfigError
 from asynckv.errors import EngineClosed as EngineClosed
 from asynckv.errors import GeometryRefused as GeometryRefused

@@ -105,6 +105,9 @@ class PullConfig:
         max_queued: Most pulls that wait to read; one more is refused at once (`Overloaded`).
         retries: Number of retries of a failed pull within its deadline; 0 for none. 1 or 2 help over TCP.
         retry_s: Pause before the first retry; it doubles up to 2 s.
+        second_look: Share of pulls that read a sample twice and compare it, from 0 (none) to 1 (all). This finds owners
+            that write into lent blocks, and transports that change bytes.
+        second_look_bytes: Most bytes of this sample per rank, about, or `all`.
     """
 
     timeout_s: float = 30.0
@@ -133,9 +136,16 @@ class PullConfig:
     max_queued: int = 65_536
     retries: int = 0
     retry_s: float = 0.1
+    second_look: float = 0.0
+    second_look_bytes: int | Literal["all"] = 1024 * 1024
 
     def __post_init__(self) -> None:
-        _positive(self, but=("retries",))
+        _positive(self, but=("retries",), besides=("second_look", "second_look_bytes"))
+        _check(self, number, ("second_look",), 0)
+        if self.second_look_bytes != "all":
+            _check(self, integer, ("second_look_bytes",), 1, MAX_INTEGER)
+        if not 0 <= self.second_look <= 1:
+            raise ConfigError(f"second_look is {self.second_look}; it is a share of pulls, from 0 (none) to 1 (all)")
         if not 0 <= self.retries <= MAX_RETRIES:
             raise ConfigError(f"retries is {self.retries}; it must be 0 (off) to {MAX_RETRIES}")
         if self.timeout_s < MIN_LEASE_S:
@@ -502,9 +512,11 @@ def check_lease(lease_s: float, max_lease_s: float) -> None:
         raise ConfigError(f"lease_s {lease_s} is outside [{MIN_LEASE_S:g}, max_lease_s {max_lease_s:g}] seconds")
 
 
-def _positive(config: object, but: tuple[str, ...] = ()) -> None:
+def _positive(config: object, but: tuple[str, ...] = (), besides: tuple[str, ...] = ()) -> None:
     """Refuse fields that are no number, zero, negative, infinite or nan."""
     for entry in fields(config):  # type: ignore[arg-type]
+        if entry.name in besides:
+            continue
         if entry.type == "int":
             _check(config, integer, [entry.name], 0 if entry.name in but else 1, MAX_INTEGER)
         else:

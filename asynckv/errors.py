@@ -141,6 +141,12 @@ class ReadFailed(PullError):
     """A NIXL transfer failed."""
 
 
+class BytesDiffer(PullError):
+    """A second look found other bytes than the read: the owner wrote into lent blocks, or a transport changed them.
+    Prefill the request anew, or compute it.
+    """
+
+
 class PullTimeout(PullError):
     """The caller's deadline passed first."""
 

@@ -28,6 +28,7 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.geometry.gather import Gathered, Packing
 from asynckv.geometry.layout import Memory
+from asynckv.geometry.look import Look
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import ReadCosts
 
@@ -171,9 +172,9 @@ class DataPlane(Protocol):
         `keep` is True if its process lives and may be met again, so that costly resources may be kept within bounds.
         """
 
-    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
+    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest | Look) -> TransferEnded | None:
         """Start reading from an agent, or hand the read to a thread; return news if it has ended, else `poll` reports
-        it.
+        it. A look is read into its place, and compared.
 
         Never raises for errors of the back end: a failed post is news, and so is a table that cannot be prepared.
         """

@@ -483,6 +483,7 @@ class PullEnded(OfPull):
     posts: Annotated[int | None, "Posted transfers."] = None
     rereads: Annotated[int | None, "Reads that were repeated because they had begun too early."] = None
     packed: Annotated[int | None, "Packed copies that were read, if any."] = None
+    looked_bytes: Annotated[int | None, "Bytes that were read a second time and compared, if any."] = None
     phases: Annotated[dict[str, float] | None, "Phase -> seconds (`docs/logging.md`)."] = None
     held_transfers: Annotated[int | None, "Transfers that may still write its blocks; `blocks_returned` follows."] = (
         None
@@ -733,6 +734,21 @@ class SlowGeometry(Told):
     until = ADVICE
     peer: Peer
     detail: Annotated[str, "Number of pieces, and the reason."]
+
+
+class BytesDiffer(Told):
+    """A second look found other bytes than the read. Logged once per peer; `pull_ended` tells of each."""
+
+    side, levels = "decode", ("error",)
+    until = ITSELF
+    peer: Peer
+    request_id: Annotated[str, "The request of this side."]
+    layer: Annotated[str, "The layer."]
+    part: Annotated[str, "The part of it, such as `k`."]
+    first_token: Annotated[int, "The first token of the block; of a state, of those that it is after."]
+    num_tokens: Annotated[int, "Number of tokens of the block that were lent."]
+    read: Annotated[str, "The first bytes that differ, as they were read first, in hex."]
+    seen: Annotated[str, "The same, as they were read at the second look."]
 
 
 class TableRefused(Told):

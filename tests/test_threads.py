@@ -35,6 +35,7 @@ from asynckv import (
 )
 from asynckv.core.events import TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
+from asynckv.geometry.look import Look
 from asynckv.geometry.plan import ReadRequest
 from asynckv.layout import register_memory
 from asynckv.ports import AgentInfo
@@ -293,7 +294,7 @@ class BrokenData(SimData):
         super().__init__(network, name)
         self._strike = strike
 
-    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
+    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest | Look) -> TransferEnded | None:
         self._strike()
         return super().post_read(transfer_id, name, read)
 

@@ -12,6 +12,7 @@ from asynckv.core.events import TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.nic.nixl import NixlPlane
 from asynckv.embed import EngineDesk, EngineThread, Finished, Order
+from asynckv.geometry.look import Look
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import CopyMade
 
@@ -30,7 +31,7 @@ class Held(NixlPlane):
         self.kept: list[TransferEnded | CopyMade] = []
         self.running = 0
 
-    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
+    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest | Look) -> TransferEnded | None:
         ended = super().post_read(transfer_id, name, read)
         if self.is_holding:
             self.running += 1

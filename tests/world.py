@@ -40,6 +40,7 @@ from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.gather import Gathered, Packing
 from asynckv.geometry.layout import Group, Layout, Memory, TokenShard, attention_view, shard
+from asynckv.geometry.look import Look
 from asynckv.geometry.match import assign
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import ReadRequest
@@ -179,7 +180,8 @@ class Rank(Port):
         """Packed copies that are being made, by slot."""
         self.peers, self.reads = self.nic.remotes, self.nic.running
         self.posts: dict[TransferId, ReadRequest] = {}
-        """All that was ever posted."""
+        """All reads that were ever posted."""
+        self.looks: list[Look] = []
         self.ended: list[Pull] = []
         self.returned: list[Pull] = []
         self.returned_late: list[Pull] = []
@@ -379,10 +381,10 @@ class World(Fabric):
                             self.load(rank)
                     case RemovePeer(peer, keep):
                         rank.nic.remove_remote_agent(peer.agent_name, keep=keep)
-                    case DetachRead(transfer_id, is_posted):
+                    case DetachRead(transfer_id, is_posted, is_look):
                         if is_posted and any(post.transfer_id == transfer_id for post in core.decode.answered):
                             continue  # it is not posted any more
-                        assert rank.nic.detach(transfer_id) or not is_posted
+                        assert rank.nic.detach(transfer_id) or is_look or not is_posted
                         ending = Ending.DETACHED if is_posted else Ending.FAILED
                         core.decode.ended(TransferEnded(transfer_id, ending), 0.0, self.time(rank))
                     case PackBlocks(slot, gathered):
@@ -417,7 +419,11 @@ class World(Fabric):
                         pass
             posts = False
             while (post := core.decode.next_read(self.time(rank))) is not None:
-                posts, rank.posts[post.transfer_id] = True, post.read
+                posts = True
+                if isinstance(post.read, Look):
+                    rank.looks.append(post.read)
+                else:
+                    rank.posts[post.transfer_id] = post.read
                 rank.reads[post.transfer_id] = rank.nic.prepare(post.transfer_id, post.agent_name, post.read)
             posts = core.decode.admit(self.time(rank)) is not None or posts
             if not commands and not posts and not core.outbox.messages:
@@ -455,7 +461,8 @@ class World(Fabric):
         transfer.land()
         if not transfer.is_detached:
             transfer.place()
-        self.tell(rank, TransferEnded(transfer_id, Ending.FAILED if transfer.is_detached else Ending.DONE))
+        ending = Ending.FAILED if transfer.is_detached else Ending.DONE
+        self.tell(rank, TransferEnded(transfer_id, ending, difference=transfer.difference))
 
     def complete_all(self) -> None:
         while any(r.reads for r in self.ranks.values()):

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never, get_args
 
 from asynckv.config import PullConfig
@@ -29,6 +29,7 @@ from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.pull import DO, KIND, Effect, Pull, PullState
 from asynckv.core.routes import ReadyRoute, Routes
+from asynckv.core.slots import Slots
 from asynckv.core.source import RELEASE, ROLE, UNBLAMED, Blame, Source
 from asynckv.core.timers import Timers
 from asynckv.core.types import Address, Cohort, How, Key, PullId, Reason, RequestId, TransferId, members
@@ -36,11 +37,12 @@ from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteT
 from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.gather import can_ask, recipe
 from asynckv.geometry.layout import Layout
+from asynckv.geometry.look import NUM_PLACES, Look
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, ReadRequest, plan_read
 from asynckv.geometry.staging import ReadCosts
 from asynckv.geometry.tables import PeerTables
-from asynckv.told import PeerDraining, SlowGeometry, TableRefused
+from asynckv.told import BytesDiffer, PeerDraining, SlowGeometry, TableRefused
 
 S, P, M = members(PeerState), members(PullState), members(Milestone)
 
@@ -57,7 +59,7 @@ class _Transfer:
     pull: Pull
     source: Source
     peer: Peer
-    read: ReadRequest
+    read: ReadRequest | Look
     posted_at: float
     is_packed: bool = False  # True once a packed copy of the owner's is read
     beside: int = 0  # transfers of the peer when this one began, if it shows how long reads take with or without copies
@@ -112,6 +114,8 @@ class DecodeSide:
         self._to_meet: dict[Pull, None] = {}
         self._meetings = Limiter(MEETINGS_PER_S, MEETING_BURST)
         self._least_packed = 0 if costs is None else costs.least_packed
+        self._places: Slots[TransferId] = Slots(NUM_PLACES if config.second_look else 0)
+        self._to_look: dict[Source, None] = {}  # sources that wait for one of these places
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -263,6 +267,10 @@ class DecodeSide:
         while (source := self.posting.next()) is not None:
             pull, peer = self.pulls[source.pull_id], self.peers.by_place[source.rank.place]
             transfer_id = TransferId(next(self._transfer_ids))
+            if type(source.next_read) is Look and not self._places.has_room(peer.place):
+                self.posting.pass_over(peer.line)
+                self._to_look[source] = None
+                continue
             read = pull.posted(source, transfer_id, now)
             self.transfers[transfer_id] = _Transfer(pull, source, peer, read, now)
             peer.transfers.add(transfer_id)
@@ -270,6 +278,9 @@ class DecodeSide:
                 peer.moved_at = now
             self.posting.posted(peer.line, transfer_id, read.num_bytes, read.num_descriptors)
             self._outbox.counters["descriptors.posted"] += read.num_descriptors
+            if isinstance(read, Look):
+                place = self._places.take(transfer_id, peer.place)
+                return PostRead(transfer_id, peer.agent_name, replace(read, place=place), pull)
             if not (read.table.pack_bytes and read.num_bytes >= self._least_packed and can_ask(read)):
                 return PostRead(transfer_id, peer.agent_name, read, pull)
             self.transfers[transfer_id].beside = len(peer.transfers)
@@ -307,11 +318,16 @@ class DecodeSide:
         self._ask(transfer.peer, now)
 
     def ended(self, transfer_ended: TransferEnded, detect_s: float, now: float) -> None:
-        transfer_id, ending, cause, peer_lost = transfer_ended
-        transfer = self.transfers.get(transfer_id)
+        transfer = self.transfers.get(transfer_ended.transfer_id)
         if transfer is None:
             self._outbox.counters["transfers.late_news"] += 1
             return
+        look = transfer.read if isinstance(transfer.read, Look) else None
+        if look is not None and transfer_ended.ending is ENDING.IN_DOUBT:
+            transfer_ended = transfer_ended._replace(
+                ending=ENDING.DETACHED
+            )  # it may still write its place, and no block
+        transfer_id, ending, cause, peer_lost, difference = transfer_ended
         pull, source, peer, counters = transfer.pull, transfer.source, transfer.peer, self._outbox.counters
         was_detached = transfer.is_detached
         # A transfer in doubt may stay in doubt for ever, so it must not take room from others.
@@ -329,7 +345,7 @@ class DecodeSide:
             peer.moved_at = now  # only a transfer that is done shows that the peer makes progress
             if peer.line.is_set_aside and peer.state is S.READY:
                 self._take_back(peer)
-            counters["bytes.read"] += transfer.read.num_bytes
+            counters["bytes.read" if look is None else "bytes.looked_at"] += transfer.read.num_bytes
             if transfer.beside:
                 transfer.show_pace(now)
         elif ending is ENDING.REFUSED:
@@ -337,11 +353,19 @@ class DecodeSide:
             # pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
             self._outbox.commands.append(TableRefused(peer.name, cause))
             self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
+        if look is not None and transfer_id not in self.transfers:
+            self._places.give_back(transfer_id)
+            waiting, self._to_look = self._to_look, {}
+            for other in waiting:
+                if (line := self.peers.by_place.get(other.rank.place)) is not None:
+                    self.posting.offer(line.line, other)
         if not was_detached:
             if peer_lost:
                 pull.could_not_meet(now + self._config.backoff_s)
-            detect_s = min(detect_s, now - transfer.posted_at)
-            effects = pull.ended(source, transfer_ended, transfer.read.num_bytes, detect_s, now)
+            if look is not None and ending is ENDING.DONE:
+                pull.looked(source, look, difference)
+            detect_s, read_bytes = min(detect_s, now - transfer.posted_at), 0 if look else transfer.read.num_bytes
+            effects = pull.ended(source, transfer_ended, read_bytes, detect_s, now)
             # The pull has to be woken earlier only if it sends something, or has failed.
             self._carry_out(pull, effects, now, wakes=pull.failure is not None or DO.SEND in effects)
             if pull.reason is not None and not pull.is_over:
@@ -614,7 +638,11 @@ class DecodeSide:
         for transfer_id in [each for source in pull.sources for each in source.running]:
             # A transfer that is not known has just ended.
             transfer = self.transfers.get(transfer_id)
-            if transfer is not None and transfer.read.table.boxes and not transfer.is_packed:
+            if transfer is None:
+                continue
+            if isinstance(transfer.read, Look):
+                self._outbox.commands.append(DetachRead(transfer_id, is_posted=True, is_look=True))
+            elif transfer.read.table.boxes and not transfer.is_packed:
                 is_posted = transfer.peer.asks.take(transfer_id) is None
                 self._outbox.commands.append(DetachRead(transfer_id, is_posted))
                 asked[transfer.peer] = None
@@ -647,6 +675,12 @@ class DecodeSide:
                 del self.peers.waiting[peer]  # no pull needs it any more
             if source.running or source.is_waiting:
                 self._make_room(source)
+            if self._to_look:
+                self._to_look.pop(source, None)
+            is_new = pull.reason is Reason.DIFFERS and peer is not None and not peer.has_differed
+            if is_new and peer is not None and source.differs is not None:
+                peer.has_differed = True
+                self._outbox.commands.append(BytesDiffer(peer.name, pull.request_id, *source.differs))
         return effects
 
     def _attempt_ended(self, pull: Pull, request: Request, now: float) -> None:

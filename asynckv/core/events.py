@@ -10,6 +10,7 @@ import enum
 from typing import NamedTuple
 
 from asynckv.core.types import TransferId, members
+from asynckv.geometry.look import Difference
 
 
 class Ending(enum.StrEnum):
@@ -35,3 +36,4 @@ class TransferEnded(NamedTuple):
     ending: Ending
     cause: str = ""
     peer_lost: bool = False  # True if the failure says that the remote process is gone
+    difference: Difference | None = None  # of a look that is done

@@ -25,6 +25,7 @@ from msgspec import Struct
 
 from asynckv.core.source import Source
 from asynckv.core.types import Place, PullId, TransferId
+from asynckv.geometry.look import Look
 from asynckv.geometry.plan import ReadRequest
 
 FlowKey = tuple[Place, ...]  # places of all ranks that a pull answers for: one prefill engine, as this rank sees it
@@ -197,7 +198,7 @@ class InFlight:
     def __len__(self) -> int:
         return len(self.sizes)
 
-    def fits(self, read: ReadRequest) -> bool:
+    def fits(self, read: ReadRequest | Look) -> bool:
         """True if a read fits beside others. Alone, every read fits."""
         return (
             self.num_bytes + read.num_bytes <= self._max_bytes
@@ -274,6 +275,11 @@ class Posting:
             if fits:
                 return posters[0]
         return None
+
+    def pass_over(self, line: PeerLine) -> None:
+        """Take the source that was to post out of its line, because what it needs besides is in use."""
+        line.posters.popleft().is_waiting = False
+        self.take_turn(line)
 
     def posted(self, line: PeerLine, transfer_id: TransferId, num_bytes: int, num_descriptors: int) -> None:
         for room in (line.in_flight,) if line.is_set_aside else (line.in_flight, self.in_flight):

@@ -23,6 +23,7 @@ from asynckv.core.pull import Pull
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.core.wire import MAJOR, MAX_DETAIL, MAX_MESSAGES, SOFT_PACKET, Message, Packet, Refused, Release, Unwelcome
 from asynckv.geometry.gather import Gathered
+from asynckv.geometry.look import Look
 from asynckv.geometry.plan import ReadRequest
 from asynckv.told import Told
 
@@ -46,7 +47,7 @@ class PostRead(Struct, frozen=True):
 
     transfer_id: TransferId
     agent_name: str
-    read: ReadRequest
+    read: ReadRequest | Look
     pull: Pull
 
 
@@ -56,6 +57,7 @@ class DetachRead(Struct, frozen=True):
 
     transfer_id: TransferId
     is_posted: bool
+    is_look: bool = False  # a look writes no block, so nothing has to be promised
 
 
 class PackBlocks(Struct, frozen=True):

@@ -121,6 +121,7 @@ class Peer:
     moved_at: float = -math.inf  # last time at which bytes arrived, or a read was posted while none ran
 
     is_draining: bool = False
+    has_differed: bool = False  # True once a second look has found other bytes than a read of it
     is_orderly: bool = False  # True if either side said goodbye, so that the end needs no attention
     keep_connected: bool = False
     """True if the process lives, so that the data plane may keep the connection for the next meeting."""

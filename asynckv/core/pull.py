@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -44,8 +45,9 @@ from asynckv.core.types import (
     members,
 )
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
-from asynckv.errors import LocalProtocolError
+from asynckv.errors import LayoutError, LocalProtocolError
 from asynckv.geometry.blocks import BlockIds
+from asynckv.geometry.look import Difference, Look, differing, looks
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, ReadRequest
 from asynckv.geometry.tables import PeerTables
@@ -232,6 +234,7 @@ class Measures(Struct, gc=False):
     num_descriptors_posted: int = 0
     rereads: int = 0
     num_packed: int = 0  # packed copies that were read
+    looked_bytes: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -255,6 +258,7 @@ class Pull:
     is_last: bool = True  # True if no other attempt follows a failure, so that the reader is discharged
     kind: Kind = KIND.PULL
     owner: object = None  # the `core/attempts.Request` that this is an attempt of, if any
+    looks: bool = False  # True if what is read is looked at a second time
 
     state: PullState = S.ANNOUNCED
     lists: BlockLists | None = None  # blocks to fill, and blocks to read; None while only announced
@@ -450,7 +454,7 @@ class Pull:
             source.plan = plan
             source.following = plan.posts(self.limits.max_post_bytes, self.limits.max_post_descriptors)
             source.next_read = next(source.following, None)
-            source.has_landed = source.next_read is None
+            source.has_landed, source.has_looked = source.next_read is None, not self.looks
             measures.num_bytes += plan.num_bytes
             measures.num_descriptors += plan.num_descriptors
             if source.next_read is None:
@@ -502,7 +506,7 @@ class Pull:
                 self._effects.append(DO.POST)
         return self._settle(ON_EVENT[self.state][event], now)
 
-    def posted(self, source: Source, transfer_id: TransferId, before: float) -> ReadRequest:
+    def posted(self, source: Source, transfer_id: TransferId, before: float) -> ReadRequest | Look:
         """Return the next read of a source, which is about to be posted. `before` is a time before that."""
         after = ON_EVENT[self.state].get(E.POSTED) or self._impossible(E.POSTED)
         if after is not self.state:
@@ -537,6 +541,8 @@ class Pull:
         source.has_landed = source.next_read is None and not source.running and not source.doubtful
         if is_done:
             source.bytes_read += num_bytes
+            if source.has_landed and not source.has_looked and self.failure is None:
+                self._look_again(source, now)
         if is_done and source.has_landed:
             source.done_at = self.measures.read_at = now
             source.nonce_when_done = max(source.nonces, default=0)
@@ -553,6 +559,27 @@ class Pull:
             self.is_returned = True
             self._effects.append(DO.RETURN)
         return self._settle(after, now)
+
+    def _look_again(self, source: Source, now: float) -> None:
+        """Begin the second look at all that a source has brought. It is part of the read, and proven with it."""
+        assert source.tables is not None
+        assert self.lists is not None
+        source.has_looked = True
+        most, seed = self.limits.second_look_bytes, zlib.crc32(f"{self.pull_id} {source.name}".encode())
+        source.following = looks(source.tables, self.lists, most if isinstance(most, int) else None, seed)
+        try:
+            source.next_read = next(source.following, None)
+        except LayoutError as exc:
+            self._fail(Reason.UNPLANNABLE, f"no second look at {source.where}: {exc}", now, Blame((source.name,)))
+        source.has_landed = source.next_read is None
+        self._effects.append(DO.POST)
+
+    def looked(self, source: Source, look: Look, found: Difference | None) -> None:
+        """Take what a look has found, before its end is taken. After a difference there is nothing to look for."""
+        self.measures.looked_bytes += look.num_bytes
+        if found is not None and self.lists is not None and source.tables is not None:
+            source.differs = source.differs or differing(source.tables, self.lists, look, found)
+            source.next_read = None
 
     def fail(self, reason: Reason, detail: str, now: float, blame: Blame = UNBLAMED) -> list[Effect]:
         after = ON_EVENT[self.state].get(E.FAILED) or self._impossible(E.FAILED)
@@ -626,7 +653,7 @@ class Pull:
         match self.reason:
             case Reason.COMPLETE | Reason.DISCHARGED:
                 return Outcome.COMPLETE
-            case Reason.STANDSTILL:
+            case Reason.STANDSTILL | Reason.DIFFERS:
                 return Outcome.FAILED  # else the lease would wait for a reader that does not come back
             case reason if not self.is_last or reason in self.retryable:
                 return Outcome.RETRY
@@ -679,6 +706,10 @@ class Pull:
 
     def _publish(self, before: PullState, now: float) -> None:
         """Take the outcome, and release every rank that was not settled before."""
+        for source in self.sources if self.looks and self.failure is None else ():
+            if source.differs is not None:
+                detail = f"what {source.where} lent has changed since it was read, or on its way: {source.differs}"
+                self._fail(Reason.DIFFERS, detail, now, Blame((source.name,)))
         self.reason, self.detail = self.failure or (Reason.COMPLETE, "")
         self.published_at, self.warn_at = now, now + self.warn_s
         if before is not S.CONFIRMING:  # else the pull left when its bytes had landed
@@ -745,7 +776,7 @@ class Pull:
         for source in self.sources:
             if source.was_early:
                 self._note(now, notes.ReadAgain(source.name))
-                source.restart(self.limits.max_post_bytes, self.limits.max_post_descriptors)
+                source.restart(self.limits.max_post_bytes, self.limits.max_post_descriptors, looks=self.looks)
                 self.measures.rereads += 1
 
     @property

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -149,6 +150,7 @@ class RankCore:
         # Only the stages themselves know their layers, so any of them may turn out to hold nothing of ours.
         predicted, other = (ROLE.READ, ROLE.UNKNOWN) if reads else (ROLE.RELEASE_ONLY, ROLE.RELEASE_ONLY)
         warn_s = warn_after(params.lease_s, self.config.log.held_fraction)
+        share = self.config.pull.second_look
         sources: list[Source] = []
         for rank in route.ranks:
             sources.append(Source(pull_id, rank, predicted if rank.is_predicted else other))  # noqa: PERF401
@@ -176,6 +178,7 @@ class RankCore:
             retryable=retryable,
             is_last=request.is_last,
             kind=kind,
+            looks=share > 0 and zlib.crc32(pull_id.encode()) < share * (1 << 32),
         )
 
     def pull(self, wanted: PullRequest, retries: int, timeout_s: float, now: float) -> Request:

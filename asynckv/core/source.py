@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from asynckv.core.types import Address, How, KVTransferParams, Place, PullId, Reason, TransferId, members
 from asynckv.core.wire import RELEASE_NONCE, Granted, Refused
+from asynckv.geometry.look import Differing, Look
 from asynckv.geometry.plan import Plan, ReadRequest
 from asynckv.geometry.tables import PeerTables
 
@@ -38,7 +39,7 @@ MAX_NONCES = 8
 NEVER = -math.inf
 
 LONG_AGO = -math.inf  # time before anything that this rank did, for events in an order that is known without a clock
-_NOTHING: Iterator[ReadRequest] = iter(())
+_NOTHING: Iterator[ReadRequest | Look] = iter(())
 
 
 class Role(enum.StrEnum):
@@ -89,8 +90,10 @@ class Source:
 
     tables: PeerTables | None = None
     plan: Plan | None = None
-    next_read: ReadRequest | None = None  # next read to post; None once everything is posted
-    following: Iterator[ReadRequest] = _NOTHING
+    next_read: ReadRequest | Look | None = None  # next read to post; None once everything is posted
+    following: Iterator[ReadRequest | Look] = _NOTHING
+    has_looked: bool = True  # False while all that was read is still to be looked at again
+    differs: Differing | None = None  # what a look has found; it counts once the read and the look are proven
     may_post: bool = False
     is_waiting: bool = False  # True while the source stands in the line of its peer (`core/flow.py`)
     running: set[TransferId] = field(default_factory=set)
@@ -162,9 +165,10 @@ class Source:
 
     # -- reads -------------------------------------------------------------------------------------
 
-    def restart(self, max_bytes: int, max_descriptors: int) -> None:
+    def restart(self, max_bytes: int, max_descriptors: int, *, looks: bool) -> None:
         assert self.plan is not None
         self.first_posted_at, self.done_at, self.bytes_read = math.inf, NEVER, 0
+        self.has_looked, self.differs = not looks, None
         self.lent_by = LONG_AGO  # already granted, so every read that begins from here on is late enough
         self.following = self.plan.posts(max_bytes, max_descriptors)
         self.next_read = next(self.following, None)

@@ -182,6 +182,7 @@ class Reason(enum.StrEnum):
     LEASE_LOST = "lease_lost"
     ENGINE_CLOSED = "engine_closed"
     QUEUE_FULL = "queue_full"
+    DIFFERS = "differs"  # a second look found other bytes than the read
     STANDSTILL = "standstill"
     """The embedder took no results for about a lease, and nothing of the request was being read."""
     # a refused claim, renewal or release

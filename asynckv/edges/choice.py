@@ -32,7 +32,8 @@ def choose_plane(
     taster = None
     if nixl.try_metadata != "never":
         taster = Taster(nixl, f"{agent_name}-tries", untried if nixl.try_metadata == "auto" else None)
-    here = NixlPlane(nixl, agent_name, taster)
+    looks = config.pull.second_look > 0
+    here = NixlPlane(nixl, agent_name, taster, looks=looks)
     if nixl.process == "never" or (nixl.process == "auto" and not _is_emulated(config)):
         return here
 
@@ -49,7 +50,7 @@ def choose_plane(
         except BackendError as exc:
             go_on(str(exc))
             return here
-    reader = NixlPlane(nixl, f"{agent_name}-reads", taster)
+    reader = NixlPlane(nixl, f"{agent_name}-reads", taster, looks=looks)
     return ServingPlane(nixl, agent_name, reader, go_on=go_on if nixl.process == "auto" else None)
 
 

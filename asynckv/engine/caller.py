@@ -38,6 +38,7 @@ ERRORS: Mapping[Reason, type[PullError]] = {
     Reason.PEER_LOST: errors.PeerLost,
     Reason.RESTARTED: errors.PeerLost,
     Reason.READ_FAILED: errors.ReadFailed,
+    Reason.DIFFERS: errors.BytesDiffer,
     Reason.LEASE_LOST: errors.LeaseLost,
 }
 """Errors of failed pulls by reason; every other reason is a refusal of the claim."""

@@ -511,8 +511,8 @@ class Driver:
                         task.add_done_callback(self._loading.discard)
                     case RemovePeer(peer, keep):
                         self.data.remove_remote_agent(peer.agent_name, keep=keep)
-                    case DetachRead(transfer_id, is_posted):
-                        if not is_posted or self.data.detach(transfer_id):
+                    case DetachRead(transfer_id, is_posted, is_look):
+                        if not is_posted or is_look or self.data.detach(transfer_id):
                             ending = Ending.DETACHED if is_posted else Ending.FAILED
                             self.core.decode.ended(
                                 TransferEnded(transfer_id, ending, "its request has ended"), 0.0, now

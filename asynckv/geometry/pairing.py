@@ -20,6 +20,7 @@ state after the last wanted token.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -75,6 +76,7 @@ class BlockLists:
         offered_tokens: int | None = None,
     ) -> None:
         self.local = tuple(local)
+        self._is_exact = False
         self.num_tokens = num_tokens
         self.offered_tokens = num_tokens if offered_tokens is None else offered_tokens
         self._lent: list[LentBlocks] = []
@@ -87,6 +89,12 @@ class BlockLists:
                 wanted.append(group)
         self.wanted = tuple(wanted)  # our groups with a block to fill
         self.is_empty = not wanted  # True if no block is to be filled: a full prefix hit
+
+    def exact(self) -> BlockLists:
+        """Return the same lists, paired so that no token beyond `num_tokens` is read."""
+        lists = copy.copy(self)
+        lists._is_exact, lists._pairs = True, {}
+        return lists
 
     def pairs(self, tables: PeerTables, pair: GroupPair) -> Sequence[Pairs]:
         if (known := self._pairs.get(pair.key)) is not None:
@@ -130,12 +138,15 @@ class BlockLists:
                 f"group {pair.local_index} ({here.name!r}): the first token {first} is inside an entry that covers "
                 f"{entry} tokens, which can only be read whole; begin at token {first - first % entry}"
             )
-        if mine == theirs and not pair.is_shared and (aligned := self._pair_aligned(pair, first, end)):
+        if self._is_exact and (end := end - end % entry) <= first:
+            return ()
+        may_exceed = not self._is_exact or end % mine == 0
+        if mine == theirs and may_exceed and not pair.is_shared and (aligned := self._pair_aligned(pair, first, end)):
             return aligned
         if pair.is_shared:
             start, kernel, source, spans = pair.cuts(first, -(-end // entry) * entry)
         else:
-            start = _cuts(first, end, mine, theirs)
+            start = _cuts(first, end, mine, theirs, may_exceed=may_exceed)
             start, tokens = start[:-1], np.diff(start)
             kernel, source = start // mine, start // theirs
             spans = np.stack((start - kernel * mine, start - source * theirs, tokens))
@@ -265,10 +276,10 @@ def _no_such_block(pair: GroupPair, block: int) -> PlanRefused:
     )
 
 
-def _cuts(first: int, end: int, mine: int, theirs: int) -> Int64s:
+def _cuts(first: int, end: int, mine: int, theirs: int, *, may_exceed: bool) -> Int64s:
     """Return the tokens at which blocks of either size begin, with both ends of all that is read."""
     # A last, partial kernel block is read to its end where both sides have one.
-    whole = min(-(-end // mine) * mine, -(-end // theirs) * theirs)
+    whole = min(-(-end // mine) * mine, -(-end // theirs) * theirs) if may_exceed else end
     edges = np.arange(first // mine + 1, -(-whole // mine), dtype=np.int64) * mine
     if mine != theirs:
         edges = np.union1d(edges, np.arange(first // theirs + 1, -(-whole // theirs), dtype=np.int64) * theirs)

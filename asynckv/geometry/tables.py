@@ -356,6 +356,18 @@ class PeerTables:
                 + ("" if self._costs else "; with KV in host memory, posting threads and staging_bytes stage them")
             )
 
+    def shares(self, pair: GroupPair) -> list[Share]:
+        """Return what is read of a pair of groups, sorted into parts that are alike."""
+        return [share for kind in self._alike[pair.local_index, pair.remote_index] for share in kind.shares]
+
+    def rows_by_share(self, span: Span) -> Iterator[tuple[Int64s, Int64s]]:
+        """Yield direct rows of parts that are alike, and so of one length, and of each the index of its share."""
+        first = 0
+        for kind in self._alike[span.group, span.remote_group]:
+            rows, end = kind.rows(span), first + len(kind.shares)
+            yield rows, np.repeat(np.arange(first, end), len(rows) // len(kind.shares))
+            first = end
+
     def table(self, span: Span) -> DescTable:
         if (table := self._tables.get(span)) is not None:
             self._tables.move_to_end(span)
@@ -442,8 +454,8 @@ class _Shape(NamedTuple):
 
 
 class _Alike:
-    def __init__(self, shape: _Shape, places: Int64s) -> None:
-        self._shape = shape
+    def __init__(self, shape: _Shape, places: Int64s, shares: Sequence[Share]) -> None:
+        self._shape, self.shares = shape, shares
         self.places = places  # rows `[local memory, offset, stride, remote memory, offset, stride]`
 
     def _dims(self, span: Span) -> list[tuple[int, int, int]]:
@@ -506,8 +518,9 @@ def _is_dense(view: View, part: Part) -> bool:
 
 def _sort_alike(shares: Sequence[Share], units: tuple[int, int]) -> list[_Alike]:
     """Sort shares by shape; `units` of each kernel block, here and there, are addressed as blocks."""
-    found: dict[_Shape, list[tuple[int, ...]]] = {}
-    for local_view, remote_view, local, remote, lo, hi in shares:
+    found: dict[_Shape, list[tuple[tuple[int, ...], Share]]] = {}
+    for share in shares:
+        local_view, remote_view, local, remote, lo, hi = share
         twins = {d.name: d for d in remote.dims}
         local_start, remote_start = local_view.offset + local.offset, remote_view.offset + remote.offset
         dims, token, around = [], (0, 0), (0, 0)
@@ -529,8 +542,10 @@ def _sort_alike(shares: Sequence[Share], units: tuple[int, int]) -> list[_Alike]
             *(local_view.memory, local_start, local_view.stride // units[0]),
             *(remote_view.memory, remote_start, remote_view.stride // units[1]),
         )
-        found.setdefault(shape, []).append(place)
-    return [_Alike(shape, np.array(places, np.int64)) for shape, places in found.items()]
+        found.setdefault(shape, []).append((place, share))
+    return [
+        _Alike(shape, np.array([x for x, _ in some], np.int64), [x for _, x in some]) for shape, some in found.items()
+    ]
 
 
 def _merge(rows: Int64s) -> Int64s:

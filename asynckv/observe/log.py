@@ -230,6 +230,7 @@ class Recorder(Observer):
             posts=pull.num_posted,
             rereads=pull.measures.rereads,
             packed=pull.measures.num_packed or None,
+            looked_bytes=pull.measures.looked_bytes or None,
             phases={k: round(v, 6) for k, v in phases(pull).items()},
             unanswered=list(pull.unanswered[:MAX_NAMED]) or None,
             history=None if good and not slow else _relative(pull.history),

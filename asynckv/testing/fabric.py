@@ -29,6 +29,7 @@ from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.gather import Gathered, Packing
 from asynckv.geometry.layout import Memory
+from asynckv.geometry.look import Difference, Look, first_difference
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import Box, ReadCosts
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, CopyMade, DataNews
@@ -136,6 +137,7 @@ class Transfer:
     is_dead: bool = False  # True if it writes no more
     done_at: float = math.inf  # time at which it is done, if that is certain
     is_detached: bool = False  # True if it is staged, and was told to place nothing
+    ours: Sequence[Bytes] = ()  # of a look: our bytes, with which the targets of its pieces are compared
 
     @property
     def is_staged(self) -> bool:
@@ -151,6 +153,13 @@ class Transfer:
         for target, source in self.pieces[self.landed : upto]:
             target[:] = source
         self.landed = max(self.landed, upto)
+
+    @property
+    def difference(self) -> Difference | None:
+        """What a look has found."""
+        return (
+            first_difference(zip(self.ours, [target for target, _ in self.pieces], strict=True)) if self.ours else None
+        )
 
     def place(self) -> None:
         """Copy the pieces of a staged read, all of which has landed, from its slot to their places."""
@@ -284,7 +293,7 @@ class Nic:
                     raise Violation(f"{self.host} removes {name} under transfer {transfer.transfer_id}")
             del self.remotes[name]
 
-    def prepare(self, transfer_id: TransferId, name: str, read: ReadRequest) -> Transfer:
+    def prepare(self, transfer_id: TransferId, name: str, read: ReadRequest | Look) -> Transfer:
         """Find the bytes of a read from a loaded agent.
 
         Raises:
@@ -292,7 +301,10 @@ class Nic:
             IndexError: The read names descriptors that its table does not have.
             Violation: The read would touch bytes that are not registered.
         """
-        remote, table = self.remotes[name], read.table
+        remote = self.remotes[name]
+        if isinstance(read, Look):
+            return self._prepare_look(transfer_id, name, remote, read)
+        table = read.table
         if read.slot >= 0:
             return self._prepare_packed(transfer_id, name, remote.nic, read)
         pieces, spots, places, direct = [], [], [], []
@@ -329,6 +341,17 @@ class Nic:
             spots.append((memory, start, length))
             begin += length
         return Transfer(transfer_id, owner, name, pieces, spots, [], [], owner.ends)
+
+    def _prepare_look(self, transfer_id: TransferId, name: str, remote: _Remote, look: Look) -> Transfer:
+        pieces, ours = [], []
+        for memory, offset, far, behind, length in look.pieces[:, :5].tolist():
+            source, begin = remote.nic._registered(remote.memories[far])
+            mine, theirs = self.arrays[memory][offset : offset + length], source[begin + behind :][:length]
+            if len(mine) != length or len(theirs) != length:
+                raise Violation(f"{self.host} looks outside of registered memory")
+            pieces.append((np.empty(length, np.uint8), theirs))
+            ours.append(mine)
+        return Transfer(transfer_id, remote.nic, name, pieces, [], [], [], remote.nic.ends, ours=ours)
 
     def _registered(self, told: Memory) -> tuple[Bytes, int]:
         for memory, array in zip(self.memories, self.arrays, strict=True):
@@ -421,7 +444,7 @@ class SimData(Nic):
         self._network = network
         self.deferred = False  # if True, reads run until `finish`; otherwise they are done when posted
 
-    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
+    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest | Look) -> TransferEnded | None:
         self.posts += 1
         if name not in self.fabric.nics:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
@@ -447,7 +470,7 @@ class SimData(Nic):
         if transfer.is_detached:
             return TransferEnded(transfer.transfer_id, Ending.FAILED, "it was detached")
         transfer.place()
-        return TransferEnded(transfer.transfer_id, Ending.DONE)
+        return TransferEnded(transfer.transfer_id, Ending.DONE, difference=transfer.difference)
 
     def finish(self, transfer_id: TransferId | None = None) -> None:
         """Complete one read, or all."""

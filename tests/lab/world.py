@@ -28,6 +28,7 @@ from asynckv.core.slots import Slots
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.geometry.gather import Gathered
 from asynckv.geometry.layout import Memory
+from asynckv.geometry.look import Look
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, CopyMade, DataNews
 from asynckv.testing.fabric import Bytes, Fabric, Nic, Origin, Port, Transfer, Violation
@@ -469,7 +470,7 @@ class WorldData(Nic):
         await asyncio.sleep(self._random.random() * 2e-3)
         await super().add_remote_agent(agent, memories)
 
-    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
+    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest | Look) -> TransferEnded | None:
         """Begin to read."""
         world, process = self.process.world, self.process
         process.spend()
@@ -494,7 +495,7 @@ class WorldData(Nic):
             self._land(transfer)
             process.spend()
             transfer.is_over = transfer.is_dead = True
-            return TransferEnded(transfer_id, Ending.DONE)
+            return TransferEnded(transfer_id, Ending.DONE, difference=transfer.difference)
         self.running[transfer_id] = transfer
         if transfer.is_staged:
             self._slotless.append((transfer, fate, process.now))
@@ -568,7 +569,7 @@ class WorldData(Nic):
         if until > world.now + 1e-4 and world.is_calm(until):
             # The bytes land when the world is there; nothing of this process's is seen before.
             for transfer in self.running.values():
-                if transfer.done_at <= until and not transfer.is_over and not transfer.is_dead:
+                if transfer.done_at <= until and not (transfer.is_over or transfer.is_dead or transfer.ours):
                     transfer.is_over = True
                     self._news.append(TransferEnded(transfer.transfer_id, Ending.DONE))
         news = super().poll()
@@ -692,5 +693,6 @@ class WorldData(Nic):
         transfer.is_over = ending not in (Ending.IN_DOUBT, Ending.DETACHED)
         if transfer.is_staged:
             self.process.call_at(self.process.world.now, self._take_slots)
-        self._news.append(TransferEnded(transfer.transfer_id, ending, cause, peer_lost))
+        difference = transfer.difference if ending is Ending.DONE else None
+        self._news.append(TransferEnded(transfer.transfer_id, ending, cause, peer_lost, difference))
         self.process.call_at(self.process.world.now, self._on_ready)

@@ -36,10 +36,12 @@ import numpy.typing as npt
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
 from asynckv.edges.nic.metadata import is_known, renamed
+from asynckv.edges.nic.places import Places
 from asynckv.edges.nic.staging import Bytes, Chunk, Pieces, Stage
 from asynckv.errors import BackendError
 from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Memory
+from asynckv.geometry.look import PLACE_BYTES, Look
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import SLOT_BYTES
 from asynckv.geometry.tables import MAX_KEPT_ROWS, DescTable
@@ -153,6 +155,7 @@ class _NixlTransfer(NamedTuple):
     lists: _Lists | None  # None for files
     remote: _RemoteMemory | None  # as it was loaded at the post; it may have been loaded anew since
     staged: _Staged | None = None
+    look: Look | None = None
 
 
 def byte_ranges(addresses: npt.NDArray[Any], lengths: npt.NDArray[Any] | int) -> npt.NDArray[np.uint64]:
@@ -204,6 +207,7 @@ class Agent:
         self._registered: list[Any] = []
         self._memories: tuple[Memory, ...] = ()
         self.stage: Stage | None = None
+        self._places: Places | None = None
         self._remotes: dict[str, _RemoteMemory] = {}
         self._loads = 0
         self._knows_form: bool | None = None  # this NIXL's metadata has the known form; None before the first load
@@ -229,6 +233,11 @@ class Agent:
             size = f"{num_slots} slots of {SLOT_BYTES} bytes"
             raise BackendError(f"{size} of staging memory cannot be had: {exc}; lower nixl.staging_bytes") from exc
         self._register([self.stage.memory])
+
+    def add_places(self, places: Places) -> None:
+        """Register memory for second looks; after `info`, so that no remote agent reaches it."""
+        self._register(tuple(places.memories.values()))
+        self._places = places
 
     def register_own(self, name: str, memories: Sequence[Memory]) -> None:
         """Register memory for copies within this process: from it as `name + SOURCE`, to it as `name + SINK`."""
@@ -379,12 +388,14 @@ class Agent:
 
     # -- transfers ---------------------------------------------------------------------------------
 
-    def post(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
+    def post(self, transfer_id: TransferId, name: str, read: ReadRequest | Look) -> TransferEnded | None:
         """Post a read or a copy; return its end if it has ended (local transports finish it here) or is in doubt."""
         if name in self._gone:
             return TransferEnded(transfer_id, Ending.FAILED, "the remote process is gone", peer_lost=True)
         if (remote := self._remotes.get(name)) is None:
             return TransferEnded(transfer_id, Ending.FAILED, f"peer {name} is not loaded")
+        if isinstance(read, Look):
+            return self._post_look(transfer_id, name, remote, read)
         if read.table.boxes:
             if remote.own == SINK:
                 return TransferEnded(transfer_id, Ending.REFUSED, "only what is read can be staged")
@@ -484,6 +495,22 @@ class Agent:
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
         return self._post(transfer_id, _NixlTransfer(handle, name, None, remote))
 
+    def _post_look(self, transfer_id: TransferId, name: str, remote: _RemoteMemory, look: Look) -> TransferEnded | None:
+        """Post a read of a look's pieces into its place."""
+        assert self._places is not None
+        try:
+            here, far, lengths = self._places.of(look), remote.memories, look.pieces[:, 4]
+            begin = here.base + look.place * PLACE_BYTES
+            mine = byte_ranges(begin + np.cumsum(lengths) - lengths, lengths)
+            base, devices = (np.array([getattr(m, what) for m in far], np.uint64) for what in ("base", "device"))
+            theirs = byte_ranges(base[look.pieces[:, 2]] + look.pieces[:, 3].astype(np.uint64), lengths)
+            mine[:, 2], theirs[:, 2] = here.device, devices[look.pieces[:, 2]]
+            kinds = MEMORY_KINDS[far[int(look.pieces[0, 2])].kind], MEMORY_KINDS[here.kind]
+            handle = self._create(self._read, mine, theirs, remote.alias, *kinds)
+        except Exception as exc:
+            return TransferEnded(transfer_id, Ending.FAILED, repr(exc))
+        return self._post(transfer_id, _NixlTransfer(handle, name, None, remote, look=look))
+
     def post_file(
         self, transfer_id: TransferId, near: npt.NDArray[np.uint64], far: npt.NDArray[np.uint64], *, is_write: bool
     ) -> TransferEnded | None:
@@ -516,10 +543,16 @@ class Agent:
         return seconds
 
     def _create(
-        self, op: Any, mine: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64], name: str, kind: str = "DRAM"
+        self,
+        op: Any,
+        mine: npt.NDArray[np.uint64],
+        theirs: npt.NDArray[np.uint64],
+        name: str,
+        kind: str = "DRAM",
+        near: str = "DRAM",
     ) -> int:
         """Make a transfer of byte ranges outside of any table; `kind` is that of the far side."""
-        sides = self._agent.get_xfer_descs(mine, "DRAM"), self._agent.get_xfer_descs(theirs, kind)
+        sides = self._agent.get_xfer_descs(mine, near), self._agent.get_xfer_descs(theirs, kind)
         return int(self._raw.createXferReq(op, *sides, name, b"", []))
 
     def _post(self, transfer_id: TransferId, transfer: _NixlTransfer) -> TransferEnded | None:
@@ -529,10 +562,18 @@ class Agent:
             return self._trouble(transfer_id, transfer, exc)
         if status == 0:
             self.done_in_post += 1
-            self._release(transfer.handle)
-            return TransferEnded(transfer_id, Ending.DONE)
+            return self._done(transfer_id, transfer)
         self.running[transfer_id] = transfer
         return None
+
+    def _done(self, transfer_id: TransferId, transfer: _NixlTransfer) -> TransferEnded:
+        self._release(transfer.handle)
+        if transfer.look is None or self._places is None:
+            return TransferEnded(transfer_id, Ending.DONE)
+        try:
+            return TransferEnded(transfer_id, Ending.DONE, difference=self._places.compare(transfer.look))
+        except Exception as exc:
+            return TransferEnded(transfer_id, Ending.FAILED, f"it cannot be compared: {exc!r}")
 
     @property
     def is_busy(self) -> bool:
@@ -582,8 +623,7 @@ class Agent:
             if code == 0:
                 del transfers[transfer_id]
                 if (staged := transfer.staged) is None:
-                    self._release(transfer.handle)
-                    news.append(TransferEnded(transfer_id, Ending.DONE))
+                    news.append(self._done(transfer_id, transfer))
                     continue
                 placed = self._place(transfer_id, transfer.handle, staged)
                 if ended := placed or self._advance(transfer_id, transfer, staged):

@@ -205,7 +205,7 @@ class NixlCopies:
 
     def _take_inbox(self) -> None:
         while self._posters.inbox:
-            number, ending, cause, _ = self._posters.inbox.popleft()
+            number, ending, cause, *_ = self._posters.inbox.popleft()
             if (found := self._pieces.get(number)) is None:
                 if ending is not Ending.IN_DOUBT and (owner := self._detached.pop(number, None)) is not None:
                     owner.forget(number)

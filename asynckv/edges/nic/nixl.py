@@ -33,12 +33,14 @@ from asynckv.core.pace import Pace
 from asynckv.core.types import TransferId
 from asynckv.edges.nic.agent import Agent, closed_on_failure
 from asynckv.edges.nic.packer import Packer
+from asynckv.edges.nic.places import Places
 from asynckv.edges.nic.posters import Poster, Posters
 from asynckv.edges.nic.read_costs import measure_costs
 from asynckv.edges.nic.staging import Bytes
 from asynckv.errors import BackendError
 from asynckv.geometry.gather import PACK_BYTES, Gathered
 from asynckv.geometry.layout import Memory
+from asynckv.geometry.look import Look
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import SLOT_BYTES, ReadCosts
 from asynckv.ports import AgentInfo, CopyMade
@@ -129,8 +131,10 @@ class NixlPlane:
 
     _loop: asyncio.AbstractEventLoop  # of the last start
 
-    def __init__(self, config: NixlConfig, agent_name: str, taster: PeerTrials | None = None) -> None:
-        self._config, self._taster = config, taster
+    def __init__(
+        self, config: NixlConfig, agent_name: str, taster: PeerTrials | None = None, *, looks: bool = False
+    ) -> None:
+        self._config, self._taster, self._looks = config, taster, looks
         self._name = self._base_name = agent_name
         self._starts = 0
         self._api: Any = None
@@ -192,8 +196,12 @@ class NixlPlane:
                         self.costs = measure_costs(agent, self._agent)
                         stages = self.costs is not None
                     self._posters.start(agent.name, agent)
-            packing = self._packer.packing if self._packer is not None else None
-            return self._agent.info()._replace(packing=packing)
+            packing, info = self._packer.packing if self._packer is not None else None, self._agent.info()
+            if self._looks:
+                places = Places(memories)
+                for agent in (self._agent, *(poster.agent for poster in self._posters)):
+                    agent.add_places(places)
+            return info._replace(packing=packing)
 
     def _listen(self, agent: Agent) -> None:
         fds = []
@@ -324,10 +332,10 @@ class NixlPlane:
 
     # -- transfers ---------------------------------------------------------------------------------
 
-    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest) -> TransferEnded | None:
+    def post_read(self, transfer_id: TransferId, name: str, read: ReadRequest | Look) -> TransferEnded | None:
         assert self._agent is not None
         self._counts["posts"] += 1
-        if read.table.boxes and read.is_staged:
+        if read.table is not None and read.table.boxes and read.is_staged:
             self._counts["posts_staged"] += 1
             # Only posting threads have staging memory. If they are gone or full, the loop reads piece by piece.
             if self._hand_over(transfer_id, name, read):
@@ -351,7 +359,7 @@ class NixlPlane:
             self._arm()
         return ended
 
-    def _is_bulk(self, read: ReadRequest, is_middling: bool) -> bool:
+    def _is_bulk(self, read: ReadRequest | Look, is_middling: bool) -> bool:
         # Descriptors are counted before NIXL merges them, because the post itself has to go through all of them.
         is_large = read.num_bytes >= self._config.bulk_bytes or len(read.local) >= self._config.bulk_descriptors
         return is_large or (is_middling and self._posts_copy and self._is_beside_others())
@@ -370,7 +378,7 @@ class NixlPlane:
     def _turned(self) -> None:
         self._has_posted = False
 
-    def _hand_over(self, transfer_id: TransferId, name: str, read: ReadRequest) -> bool:
+    def _hand_over(self, transfer_id: TransferId, name: str, read: ReadRequest | Look) -> bool:
         is_free = self._config.posting_threads == "auto" and not read.is_staged
         if is_free and not self._pace.choose(time.monotonic()):
             return False

@@ -35,6 +35,7 @@ from asynckv.edges.bell import Bell
 from asynckv.edges.nic.agent import Agent, make_epoll
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
+from asynckv.geometry.look import Look
 from asynckv.geometry.plan import ReadRequest
 from asynckv.ports import AgentInfo
 
@@ -63,7 +64,7 @@ class _Change:
 class _Post:
     transfer_id: TransferId
     name: str
-    read: ReadRequest
+    read: ReadRequest | Look
     is_off: Callable[[], bool]
 
 
@@ -154,7 +155,7 @@ class Poster:
         return change.made
 
     def post(
-        self, transfer_id: TransferId, name: str, read: ReadRequest, is_off: Callable[[], bool] = lambda: False
+        self, transfer_id: TransferId, name: str, read: ReadRequest | Look, is_off: Callable[[], bool] = lambda: False
     ) -> bool:
         """Take a read over, or return False if ended or full; it ends as `FAILED` if `is_off` is true at its turn."""
         if self.num_taken - self.posts >= MAX_QUEUED:
@@ -305,7 +306,8 @@ class Poster:
         """Take a read, and the reads behind it that may join it; return those whose pulls are not off."""
         taken, size, pieces = [first], first.read.num_bytes, len(first.read.local)
         self._mine[first.transfer_id] = size
-        joins = self._joins and not first.read.table.boxes  # a staged read is as large as its slot
+        # A staged read is as large as its slot, and a look has no table.
+        joins = self._joins and not isinstance(first.read, Look) and not first.read.table.boxes
         while joins and self._orders and isinstance(order := self._orders[0], _Post):
             read = order.read
             size, pieces = size + read.num_bytes, pieces + len(read.local)
@@ -323,7 +325,7 @@ class Poster:
         """Post reads as one transfer, which has the id of the first; they end together."""
         first, *others = orders
         read = first.read
-        if others:
+        if others and not isinstance(read, Look):
             self._joined[first.transfer_id] = [order.transfer_id for order in others]
             reads = [order.read for order in orders]
             local, remote = (np.concatenate([getattr(read, side) for read in reads]) for side in ("local", "remote"))
