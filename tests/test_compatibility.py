@@ -97,6 +97,17 @@ def test_owner_and_reader_make_the_digest_that_every_version_makes(version: str,
     assert pull.digest == said
 
 
+def test_a_request_that_is_never_recalled_is_said_as_before_there_were_recalls() -> None:
+    assert packets("0.5.0") == packets("0.4.0")
+    for version, text, digest in PARAMS:
+        params = decode_params(text)
+        assert ("recall" in text) == (version >= "0.5.0" and params.recall is True)
+        if "recall" not in text:
+            assert b"recall" not in msgspec.json.encode(params)
+            said = params.groups, params.num_tokens, params.written, params.hashes, params.hash_tokens
+            assert wire.blocks_digest(*said).hex() == digest != wire.blocks_digest(*said, True).hex()
+
+
 def begins(said: Any, read: Any) -> bool:
     match said, read:
         case dict(), dict():

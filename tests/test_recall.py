@@ -174,6 +174,13 @@ def test_bytes_that_were_not_confirmed_fail_with_their_owner_however_long_its_gr
     assert pull.reason is Reason.PEER_LOST
 
 
+def test_an_owner_that_was_restarted_refuses_the_last_claim_of_a_read() -> None:
+    it = Reading(params=RECALL).granted(100.0)
+    it.land()
+    it.refuse(it.ask(), Reason.RESTARTED)
+    assert it.outcome is Reason.RESTARTED
+
+
 def several() -> tuple[World, list[Rank], Rank, Pull, KVTransferParams]:
     """Return two owners and a reader of both, who has read all and asks each for the last time."""
     world = World(reuse=True)
@@ -500,6 +507,33 @@ async def test_a_recall_returns_the_blocks_that_others_hold_and_only_these(sim: 
             await passing(sim, task)
         for hold in prefill.engine.requests():
             decode.engine.cancel(hold.request_id)
+
+
+@pytest.mark.anyio
+async def test_a_recall_after_the_end_of_an_engine_returns_the_promises_that_the_end_cut_short(sim: Bench) -> None:
+    async with sim.pair(lease=QUICK) as (prefill, decode, group):
+        decode.data.deferred = True
+        plain, lent = prefill.lent(group, "plain", [1, 2], written=True)
+        marked, _ = prefill.lent(group, "marked", [2, 3], written=True, recall=True)
+        task = asyncio.create_task(decode.engine.pull("d", [(0, [6, 7])], plain, timeout_s=3000.0))
+        await until(lambda: lent._lease.grants)
+        await passing(sim, asyncio.create_task(prefill.engine.aclose(0.0)))
+        (hold,) = prefill.engine.recall([marked])
+        assert (hold.request_id, hold.blocks, hold.left_s > 0) == ("plain", {0: (2,)}, True)
+        decode.data.finish()
+        with pytest.raises(PullError):
+            await passing(sim, task)
+
+
+@pytest.mark.anyio
+async def test_blocks_that_the_memory_does_not_have_are_held_by_no_request(sim: Bench) -> None:
+    async with sim.pair(lease=QUICK) as (prefill, _, group):
+        prefill.lent(group, "r", [BLOCKS - 1], written=True)
+        beyond = group.make_params("b", [(0, [BLOCKS, 1_000_000])], 32, recall=True)
+        groups = group.make_params("g", [(0, [1]), (0, [BLOCKS - 1]), (0, [BLOCKS - 1])], 16, recall=True)
+        assert prefill.engine.recall([beyond, groups]) == ()
+        ragged = group.make_params("c", [(0, list(range(BLOCKS - 1, BLOCKS + 9)))], 160, recall=True)
+        assert [hold.blocks for hold in prefill.engine.recall([ragged])] == [{0: (BLOCKS - 1,)}]
 
 
 @pytest.mark.anyio
