@@ -365,9 +365,7 @@ class EngineThread:
         """
         timeout_s = number("timeout_s", timeout_s, 0, threading.TIMEOUT_MAX)
         if threading.current_thread() is self._thread:
-            raise WrongThread(
-                "recall() was called on the engine's own thread, which would wait for itself; use engine's"
-            )
+            raise WrongThread("recall() was called on the engine's own thread, which would wait; use engine.recall()")
         if self._snapshot is None or self.engine._home.is_left:
             raise EngineClosed(f"the engine recalls nothing: {self._cause}")
         found = recallable(requests, self.engine._driver)
