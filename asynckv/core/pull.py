@@ -489,9 +489,10 @@ class Pull:
             case Refused():
                 reads_yet = self.state not in (S.ANNOUNCED, S.CONNECTING)
                 if failure := source.refused(answer, now, reads_yet=reads_yet):
-                    if source.confirms and answer.reason is Reason.REVOKED:
+                    how = How.RECALLED if source.confirms and answer.reason is Reason.REVOKED else None
+                    if how is not None:
                         self.retryable = frozenset()  # what was recalled is never lent again
-                    self._fail(*failure, now, Blame((source.name,)))
+                    self._fail(*failure, now, Blame((source.name,), how))
                     event = E.FAILED
                 elif source.claim_at == math.inf:
                     self._note(now, notes.Unrenewed(source.name, answer.reason))
