@@ -713,7 +713,8 @@ class Service(Stage):
             if fault.when == when and int(request_id[1:]) % AGAIN == int(fault.who[0]):
                 self._armed.remove(fault)
                 rng = self.world.random_of("recall", fault, process.now)
-                usual_s = 2e-3 * self.script.data if when == MOVING else 5e-4 * self.script.wire
+                is_of_data = when == MOVING or fault.kind == "scribble"
+                usual_s = 2e-3 * self.script.data if is_of_data else 5e-4 * self.script.wire
                 self.world.at(process.now + rng.random() * usual_s, partial(self._act, fault))
                 return
 
@@ -726,7 +727,7 @@ class Service(Stage):
                 continue
             rank = self.ranks[rng.choice(names)]
             tokens = [token for token in range(lent.ask.tokens) if token % BLOCK in rank.tokens]
-            for _ in range(rng.choice([1, 1, 2, 9]) if tokens else 0):
+            for _ in range(rng.choice([1, 3, 9]) if tokens else 0):
                 place, at = divmod(rng.choice([*tokens, tokens[-1]]), BLOCK)
                 layer, head, kv, byte = (rng.randrange(rank.bytes.shape[i]) for i in (1, 2, 3, 5))
                 index = lent.blocks[place], layer, head, kv, rank.tokens.index(at), byte
