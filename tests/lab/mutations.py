@@ -50,10 +50,12 @@ from asynckv.core.wire import (
 from asynckv.errors import AsyncKVError, BlocksRetired, LocalProtocolError, NotLentYet, PullError, PullTimeout
 from asynckv.geometry import look, match
 from asynckv.geometry.layout import TokenShard
+from asynckv.geometry.look import Look
 from asynckv.geometry.match import owed_readers, remote_ranks
 from asynckv.geometry.pairing import BlockLists
 from asynckv.ports import AgentInfo, AgentLost, CopyMade
 from asynckv.scheduler import PrefillRanks
+from tests.lab.looking import offsets
 from tests.lab.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_of
 from tests.lab.world import Process
 
@@ -882,20 +884,20 @@ def looks_are_compared_with_themselves(rank: Rank) -> None:
 @planted
 def looks_read_the_packed_copy(rank: Rank) -> None:
     """A look sees again what the packed copy held, and not what the blocks hold."""
-    copied = dict[int, int]()  # by address in our memory
+    copied = dict[int, int]()  # by offset in our memory
 
     def prepare(plane: Any, *args: Any) -> Any:
-        transfer = type(plane).prepare(plane, *args)
-        if not transfer.ours and args[-1].slot < 0:
-            copied.clear()
-            return transfer
-        for i, (target, source) in enumerate(transfer.pieces):
-            begin = (transfer.ours[i] if transfer.ours else target).__array_interface__["data"][0]
-            addresses = range(begin, begin + len(source))
-            if not transfer.ours:
-                copied.update(zip(addresses, source.tolist(), strict=True))
-            elif copied.keys() >= {*addresses}:
-                transfer.pieces[i] = target, np.array([copied[address] for address in addresses], np.uint8)
+        transfer, is_copy = type(plane).prepare(plane, *args), not isinstance(args[-1], Look) and args[-1].slot >= 0
+        pieces = list(transfer.places or transfer.pieces)
+        for i, (target, source) in enumerate(pieces):
+            at = offsets(transfer.ours[i] if transfer.ours else target, plane.arrays[0]).tolist()
+            if is_copy:
+                copied.update(zip(at, source.tolist(), strict=True))
+            elif not transfer.ours:
+                for each in at:
+                    copied.pop(each, None)
+            elif copied.keys() >= {*at}:
+                transfer.pieces[i] = target, np.array([copied[each] for each in at], np.uint8)
         return transfer
 
     def post_read(*args: Any) -> Any:

@@ -407,12 +407,12 @@ def _looked(rng: random.Random, script: Script, kinds: Sequence[str]) -> Script:
     """Let readers of a third of all scripts look twice. In half of these, bytes change that should not."""
     if rng.random() < (0.5 if script.is_packed else 0.7):
         return script
-    share, most = rng.choice([1.0, 1.0, 1.0, 0.3]), rng.choice(["all", "all", "all", 1, 100, 400])
+    share, most = rng.choice([1.0, 1.0, 1.0, 1.0, 0.3]), rng.choice(["all", "all", "all", 1, 100, 400])
     looks = Looks(share, most, rng.choice([8, 8, 3]))
     is_alone = bool(script.faults) and (script.is_only_hostile or bool(script.spared))
     script = replace(script, looks=looks, goes_on=rng.random() < 0.6)
-    faults = []
-    for _ in range(0 if is_alone or not kinds else rng.choice([0, 0, 0, 2, 3, 4])):
+    faults, kinds = [], rng.choice([kinds, kinds[:1], kinds[:1]])
+    for _ in range(0 if is_alone or not kinds else rng.choice([0, 0, 3, 6])):
         kind, ask = rng.choice(kinds), rng.choice(script.asks)
         at = ask.at + 0.02
         if kind == "flip":

@@ -713,8 +713,9 @@ class Service(Stage):
             if fault.when == when and int(request_id[1:]) % AGAIN == int(fault.who[0]):
                 self._armed.remove(fault)
                 rng = self.world.random_of("recall", fault, process.now)
-                is_of_data = when == MOVING or fault.kind == "scribble"
-                usual_s = 2e-3 * self.script.data if is_of_data else 5e-4 * self.script.wire
+                usual_s = 2e-3 * self.script.data if when == MOVING else 5e-4 * self.script.wire
+                if fault.kind == "scribble":
+                    usual_s = 1e-3 * self.script.data * rng.random()
                 self.world.at(process.now + rng.random() * usual_s, partial(self._act, fault))
                 return
 
