@@ -138,15 +138,16 @@ class BlockLists:
                 f"group {pair.local_index} ({here.name!r}): the first token {first} is inside an entry that covers "
                 f"{entry} tokens, which can only be read whole; begin at token {first - first % entry}"
             )
-        if self._is_exact and (end := end - end % entry) <= first:
-            return ()
-        may_exceed = not self._is_exact or end % mine == 0
-        if mine == theirs and may_exceed and not pair.is_shared and (aligned := self._pair_aligned(pair, first, end)):
+        # What is read whole may be read beyond the last token, but not what is compared.
+        is_cut = self._is_exact and end % mine != 0
+        if mine == theirs and not is_cut and not pair.is_shared and (aligned := self._pair_aligned(pair, first, end)):
             return aligned
         if pair.is_shared:
-            start, kernel, source, spans = pair.cuts(first, -(-end // entry) * entry)
+            start, kernel, source, spans = pair.cuts(first, end if self._is_exact else -(-end // entry) * entry)
         else:
-            start = _cuts(first, end, mine, theirs, may_exceed=may_exceed)
+            # A last, partial kernel block is read to its end where both sides have one.
+            whole = end if self._is_exact else min(-(-end // mine) * mine, -(-end // theirs) * theirs)
+            start = _cuts(first, whole, mine, theirs)
             start, tokens = start[:-1], np.diff(start)
             kernel, source = start // mine, start // theirs
             spans = np.stack((start - kernel * mine, start - source * theirs, tokens))
@@ -276,14 +277,12 @@ def _no_such_block(pair: GroupPair, block: int) -> PlanRefused:
     )
 
 
-def _cuts(first: int, end: int, mine: int, theirs: int, *, may_exceed: bool) -> Int64s:
+def _cuts(first: int, end: int, mine: int, theirs: int) -> Int64s:
     """Return the tokens at which blocks of either size begin, with both ends of all that is read."""
-    # A last, partial kernel block is read to its end where both sides have one.
-    whole = min(-(-end // mine) * mine, -(-end // theirs) * theirs) if may_exceed else end
-    edges = np.arange(first // mine + 1, -(-whole // mine), dtype=np.int64) * mine
+    edges = np.arange(first // mine + 1, -(-end // mine), dtype=np.int64) * mine
     if mine != theirs:
-        edges = np.union1d(edges, np.arange(first // theirs + 1, -(-whole // theirs), dtype=np.int64) * theirs)
-    return np.concatenate(([first], edges, [whole]))
+        edges = np.union1d(edges, np.arange(first // theirs + 1, -(-end // theirs), dtype=np.int64) * theirs)
+    return np.concatenate(([first], edges, [end]))
 
 
 def _chosen(columns: npt.NDArray[np.bool_], *arrays: Int64s) -> list[Int64s]:
