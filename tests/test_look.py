@@ -190,7 +190,13 @@ def read_of(
     """Read a request of one group, with blocks of a size and a ratio per side, into its first rank."""
     orders = {part.name: order for layer in layers for part in layer.parts} if order else {}
     prefill, decode = (
-        Engine(layers, (GroupSpec(tuple(range(len(layers))), *size, num_blocks),), each, seed=number, orders=orders)
+        Engine(
+            layers,
+            (GroupSpec(tuple(range(len(layers))), size[0], size[1], num_blocks),),
+            each,
+            seed=number,
+            orders=orders,
+        )
         for number, (size, each) in enumerate(zip(sizes, tp, strict=True))
     )
     rng = np.random.default_rng(tokens)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import enum
 import math
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -543,6 +542,8 @@ class Pull:
             source.bytes_read += num_bytes
             if source.has_landed and not source.has_looked and self.failure is None:
                 self._look_again(source, now)
+                if self.failure is not None:
+                    after = ON_EVENT[self.state][E.TRANSFER_FAILED]
         if is_done and source.has_landed:
             source.done_at = self.measures.read_at = now
             source.nonce_when_done = max(source.nonces, default=0)
@@ -565,8 +566,10 @@ class Pull:
         assert source.tables is not None
         assert self.lists is not None
         source.has_looked = True
-        most, seed = self.limits.second_look_bytes, zlib.crc32(f"{self.pull_id} {source.name}".encode())
-        source.following = looks(source.tables, self.lists, most if isinstance(most, int) else None, seed)
+        limits, seed = self.limits, list(f"{self.pull_id} {source.name}".encode())
+        most = None if limits.second_look_bytes == "all" else limits.second_look_bytes
+        budget = limits.max_post_bytes, limits.max_post_descriptors
+        source.following = looks(source.tables, self.lists, most, seed, *budget)
         try:
             source.next_read = next(source.following, None)
         except LayoutError as exc:
@@ -710,6 +713,7 @@ class Pull:
             if source.differs is not None:
                 detail = f"what {source.where} lent has changed since it was read, or on its way: {source.differs}"
                 self._fail(Reason.DIFFERS, detail, now, Blame((source.name,)))
+                self.waited_for = ""
         self.reason, self.detail = self.failure or (Reason.COMPLETE, "")
         self.published_at, self.warn_at = now, now + self.warn_s
         if before is not S.CONFIRMING:  # else the pull left when its bytes had landed
@@ -781,8 +785,8 @@ class Pull:
 
     @property
     def _phase(self) -> str:
-        """Return the phase of the pull, or its phase before DRAINING, as `asynckv.observe.log.phases` names it."""
-        states = (text for _, text in reversed(self.history) if isinstance(text, PullState) and text is not S.DRAINING)
+        """Return the phase of the pull, or its phase before its end, as `asynckv.observe.log.phases` names it."""
+        states = (text for _, text in reversed(self.history) if isinstance(text, PullState) and text not in _ENDS)
         match next(states, S.ANNOUNCED):
             case S.ANNOUNCED:
                 return "announced"
@@ -823,6 +827,7 @@ class Pull:
         return Reason.TIMEOUT, f"no proof of the lease from {named(unproven)}", unproven
 
 
+_ENDS = (S.DRAINING, S.NOTIFYING)  # a difference is judged in NOTIFYING
 _UNREAD = (S.ANNOUNCED, S.CONNECTING, S.QUEUED)
 _CLAIMS = (S.ANNOUNCED, S.CONNECTING, S.QUEUED, S.READING)
 

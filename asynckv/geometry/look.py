@@ -115,13 +115,20 @@ class _Strip(NamedTuple):
         return np.stack((rows[:, 0], here, rows[:, 3], there, lengths, self.shares[row], mine), axis=1)
 
 
-def looks(tables: PeerTables, lists: BlockLists, most: int | None, seed: int) -> Iterator[Look]:
-    """Draw about `most` bytes of what is read of a rank, or take all of it, as looks."""
-    exact, rng = lists.exact(), np.random.default_rng(seed)
+def looks(
+    tables: PeerTables,
+    lists: BlockLists,
+    most: int | None,
+    seed: int | Sequence[int],
+    max_bytes: int = PLACE_BYTES,
+    max_pieces: int = MAX_PIECES,
+) -> Iterator[Look]:
+    """Draw about `most` bytes of what is read of a rank, or take all of it, as looks of so many bytes and pieces."""
+    rng = np.random.default_rng(seed)
     strips = {
         pair: [
             _Strip(rows, shares, local, remote, span)
-            for span, local, remote in exact.pairs(tables, pair)
+            for span, local, remote in lists.pairs(tables, pair, is_exact=True)
             for rows, shares in tables.rows_by_share(pair, span)
         ]
         for pair in tables.group_pairs
@@ -129,12 +136,13 @@ def looks(tables: PeerTables, lists: BlockLists, most: int | None, seed: int) ->
     total = sum(strip.num_bytes for some in strips.values() for strip in some)
     for pair, some in strips.items():
         size, count = (sum(getattr(strip, what) for strip in some) for what in ("num_bytes", "num_pieces"))
-        if most is None or (total <= most and count <= _most_drawn(size)):
-            chosen = (pieces for strip in some for pieces in _all(strip))
-        else:
-            chosen = (_sample(pair, lists, some, min(most * size // total, size), rng) for _ in some[:1])
+        chosen: Iterable[Int64s] = (pieces for strip in some for pieces in _all(strip))
+        if most is not None and some:
+            part = min(most, total) * size // total
+            is_whole = part == size and count <= _most_drawn(size)
+            chosen = [np.concatenate(list(chosen)) if is_whole else _sample(pair, lists, some, part, rng)]
         for pieces in chosen:
-            yield from _in_places(pair, pieces)
+            yield from _in_places(pair, pieces, min(max_bytes, PLACE_BYTES), max_pieces)
 
 
 def differing(tables: PeerTables, lists: BlockLists, look: Look, found: Difference) -> Differing:
@@ -191,10 +199,11 @@ def _sample(
     return pieces[np.lexsort((pieces[:, 3], pieces[:, 2]))]  # NIXL merges pieces that touch
 
 
-def _in_places(pair: GroupPair, pieces: Int64s) -> Iterator[Look]:
-    """Divide pieces into looks that fit into a place."""
+def _in_places(pair: GroupPair, pieces: Int64s, max_bytes: int, max_pieces: int) -> Iterator[Look]:
+    """Divide pieces into looks that fit into a place. Only a look of a single piece may exceed `max_bytes`."""
     ends, first, before = np.cumsum(pieces[:, 4]), 0, 0
     while first < len(pieces):
-        stop = min(int(np.searchsorted(ends, before + PLACE_BYTES, side="right")), first + MAX_PIECES)
+        stop = int(np.searchsorted(ends, before + max_bytes, side="right"))
+        stop = max(min(stop, first + max_pieces), first + 1)
         yield Look(pair, pieces[first:stop], int(ends[stop - 1]) - before)
         first, before = stop, int(ends[stop - 1])
