@@ -461,6 +461,7 @@ def arguments(params: dict[str, Any], number: int) -> dict[str, dict[str, Any]]:
         "resume": {"registration": None},
         "lend": {"params": params, "num_readers": 1},
         "withdraw": {"params": params},
+        "recall": {"requests": [params]},
         "reclaim": {"num_blocks": 1},
         "announce": {"request_id": f"d{number}", "params": params, "wait_s": 5.0, "cohort_id": ""},
         "pull": {

@@ -86,7 +86,7 @@ def test_owner_and_reader_make_the_digest_that_every_version_makes(version: str,
     lent = Lent(
         key=params.key, request_id=RequestId(params.request_id), groups=params.groups, num_tokens=params.num_tokens,
         written=params.written, hashes=params.hashes, hash_tokens=params.hash_tokens, lease_s=params.lease_s,
-        grant_s=3.0, max_lease_s=600.0, readers=1, tp_rank=0, tp_size=1,
+        grant_s=3.0, max_lease_s=600.0, readers=1, tp_rank=0, tp_size=1, recall=bool(params.recall),
     )  # fmt: skip
     for claimed, answer in ((said, Granted), (said[::-1], Refused)):
         claim = Claim(params.key, params.request_id, Cohort("decode"), "pull", 1, claimed, 5.0)
@@ -95,6 +95,17 @@ def test_owner_and_reader_make_the_digest_that_every_version_makes(version: str,
     reader = World().add("d", make_layout())
     pull = reader.core.announce("r", params, "", 30.0, 0.0)
     assert pull.digest == said
+
+
+def test_a_request_that_is_never_recalled_is_said_as_before_there_were_recalls() -> None:
+    assert packets("0.5.0") == packets("0.4.0")
+    for version, text, digest in PARAMS:
+        params = decode_params(text)
+        assert ("recall" in text) == (version >= "0.5.0" and params.recall is True)
+        if "recall" not in text:
+            assert b"recall" not in msgspec.json.encode(params)
+            said = params.groups, params.num_tokens, params.written, params.hashes, params.hash_tokens
+            assert wire.blocks_digest(*said).hex() == digest != wire.blocks_digest(*said, True).hex()
 
 
 def begins(said: Any, read: Any) -> bool:

@@ -66,6 +66,7 @@ def calls(params: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
         "resume": (),
         "lend": (params,),
         "withdraw": (params,),
+        "recall": ([params],),
         "reclaim": (1,),
         "announce": ("another", params),
         "pull": ("another", [(0, [2])], params),

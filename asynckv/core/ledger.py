@@ -163,12 +163,11 @@ class Ledger:
         named = self.named(requests)
         if not any((x & ((self._lent[g] > 0) | self._writing[g])).any() for g, x in enumerate(named)):
             return []
-        found = []
-        for holding in self._holdings.values():
-            blocks = {g: ids[named[g][ids]] for g, ids in holding.blocks.items()}
-            if any(map(len, blocks.values())):
-                found.append(msgspec.structs.replace(holding, blocks=blocks))
-        return found
+        return [
+            msgspec.structs.replace(holding, blocks=blocks)
+            for holding in self._holdings.values()
+            if (blocks := {g: some for g, ids in holding.blocks.items() if len(some := ids[named[g][ids]])})
+        ]
 
     def named(self, requests: Iterable[Sequence[BlockRuns]]) -> list[npt.NDArray[np.bool_]]:
         """Return, per group, which blocks some lists name in its pool."""

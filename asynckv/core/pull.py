@@ -254,6 +254,7 @@ class Pull:
     priority: int = 0
     attempt: int = 1
     retryable: frozenset[Reason] = frozenset()
+    is_recalled: bool = False  # True if the owner took the request back, which is never lent again
     is_last: bool = True  # True if no other attempt follows a failure, so that the reader is discharged
     kind: Kind = KIND.PULL
     owner: object = None  # the `core/attempts.Request` that this is an attempt of, if any
@@ -489,7 +490,7 @@ class Pull:
                 reads_yet = self.state not in (S.ANNOUNCED, S.CONNECTING)
                 if failure := source.refused(answer, now, reads_yet=reads_yet):
                     if source.confirms and answer.reason is Reason.REVOKED:
-                        self.retryable = frozenset()  # what was recalled is never lent again
+                        self.is_recalled, self.retryable = True, frozenset()
                     self._fail(*failure, now, Blame((source.name,)))
                     event = E.FAILED
                 elif source.claim_at == math.inf:

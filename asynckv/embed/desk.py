@@ -58,12 +58,6 @@ class Recall:
         self.requests = requests
         self.done: concurrent.futures.Future[tuple[HeldBlocks, ...] | None] = concurrent.futures.Future()
 
-    def carry_out(self, engine: Engine) -> None:
-        try:
-            self.done.set_result(engine.recall(self.requests))
-        except Exception as exc:  # its caller raises it
-            self.done.set_exception(exc)
-
 
 class EngineDesk:
     """Carry out orders on an engine's loop, and keep the results until the caller takes them.
@@ -209,7 +203,7 @@ class EngineDesk:
             self.num_orders += 1
             try:
                 if isinstance(order, Recall):
-                    order.carry_out(self.engine)
+                    order.done.set_result(self.engine.recall(order.requests))
                 else:
                     self._carry_out(order)
             except Exception as exc:  # whatever the error is, the other orders are carried out
@@ -268,8 +262,10 @@ class EngineDesk:
         raise LocalProtocolError("this engine has no offload; start an Offload(config, engine) on its loop first")
 
     def _refuse(self, order: Order | Recall, error: Exception) -> None:
-        if isinstance(order, Recall):
-            order.done.set_result(None)  # the engine has ended
+        if isinstance(order, Recall) and self._is_over:
+            order.done.set_result(None)
+        elif isinstance(order, Recall):
+            order.done.set_exception(error)  # its caller raises it
         elif isinstance(order, Pull | Load | Store):
             self._tell(_of(order, "failed"), Failed(order.request_id, error))
         else:

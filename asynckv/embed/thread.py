@@ -357,18 +357,18 @@ class EngineThread:
         Raises:
             TimeoutError: The engine is late. **Write none of the blocks** before another call with these params has
                 returned. The recall stays ordered.
-            EngineClosed: The engine was never started.
+            EngineClosed: The engine was never started. Or the blocks may still be lent, because its loop ended while it
+                carried this out (call again), or because it belongs to the parent of this forked process.
             LocalProtocolError: Params are of another engine, or were made without `recall=True`. Nothing has changed.
             RemoteProtocolError: Params are malformed. Nothing was changed.
             WrongThread: The caller is on the engine's thread: use `engine.recall`.
         """
-        timeout_s, found = number("timeout_s", timeout_s, 0), recallable(requests)
+        timeout_s = number("timeout_s", timeout_s, 0, threading.TIMEOUT_MAX)
         if threading.current_thread() is self._thread:
-            raise WrongThread(
-                "recall() was called on the engine's own thread, which would wait for itself; use engine's"
-            )
-        if self._snapshot is None:
-            raise EngineClosed(f"the engine lends nothing: {self._cause}")
+            raise WrongThread("recall() was called on the engine's own thread, which would wait; use engine.recall()")
+        if self._snapshot is None or self.engine._home.is_left:
+            raise EngineClosed(f"the engine recalls nothing: {self._cause}")
+        found = recallable(requests, self.engine._driver)
         recall = self._desk._recall(found)
         try:
             others = recall.done.result(timeout_s)
@@ -383,11 +383,11 @@ class EngineThread:
 
     def _cut_short_of(self, requests: Iterable[KVTransferParams]) -> tuple[HeldBlocks, ...]:
         named = self.engine._driver.core.ledger.named(params.groups for params in requests)
-        some = [
-            replace(x, blocks={g: tuple(b for b in ids if named[g][b]) for g, ids in x.blocks.items()})
-            for x in self._cut_short
-        ]
-        return tuple(x for x in some if any(x.blocks.values()))
+        return tuple(
+            replace(hold, blocks=blocks)
+            for hold in self._cut_short
+            if (blocks := {g: some for g, ids in hold.blocks.items() if (some := tuple(b for b in ids if named[g][b]))})
+        )
 
     def _wake(self) -> None:
         """Wake the loop, unless an earlier wake-up is still pending."""

@@ -115,7 +115,7 @@ def error_of(driver: Driver, pull: Pull) -> PullError:
         reason=pull.reason.value,
         held={} if pull.is_returned else blocks_of(pull),
         wait_returned=None if pull.is_returned else partial(driver.until_returned, pull),
-        is_retryable=pull.reason in RETRYABLE,
+        is_retryable=pull.reason in RETRYABLE and not pull.is_recalled,
         attempts=pull.attempt,
     )
 

@@ -447,9 +447,7 @@ class Engine:
             RemoteProtocolError: Params are malformed. Nothing was changed.
         """
         self._home.here(self.recall)
-        found = recallable(requests)
-        for params in found:
-            self._driver.core.prefill.check_ours(params)
+        found = recallable(requests, self._driver)
         for params in found:
             self.withdraw(params)
         return self._driver.inspect.sharing(found, self._clock.now())

@@ -14,12 +14,13 @@ from asynckv.errors import LocalProtocolError
 from asynckv.results import LeaseEnd
 
 
-def recallable(requests: Iterable[KVTransferParams | Mapping[str, Any]]) -> list[KVTransferParams]:
-    """Check params of requests that are to be recalled."""
+def recallable(requests: Iterable[KVTransferParams | Mapping[str, Any]], driver: Driver) -> list[KVTransferParams]:
+    """Check params of requests that are to be recalled, on any thread."""
     if isinstance(requests, Mapping) or not isinstance(requests, Iterable):
         raise LocalProtocolError(f"requests is {shown(requests)}; give a list with the params of each")
     found = [decode_params(params) for params in requests]
     for params in found:
+        driver.core.prefill.check_ours(params)
         if not params.recall:
             raise LocalProtocolError(
                 f"request {params.request_id[:200]!r} was not made to be recalled, so its grants are kept; withdraw it "

@@ -11,6 +11,7 @@ CASES = {
     "engine": "one engine: handshake, idle, memory, peers, logging",
     "alone": "one small request at a time, beside bare ZMQ and NIXL",
     "embed": "the two ways to embed an engine in a worker",
+    "recall": "time of a recall, and latency of pulls that may be recalled",
     "router": "`asynckv proxy` compared with a plain proxy, CPU and bursts",
     "offload": "stores and loads, compared with raw copies of the same bytes",
     "vllm": "AsyncKVConnector compared with NixlConnector, inside vLLM",
