@@ -18,6 +18,7 @@ from asynckv.core.pull import Pull, PullRequest, PullState
 from asynckv.core.types import Outcome, Reason, TransferId
 from asynckv.core.wire import Claim, Packed, Release, Renew, decode_packet
 from asynckv.errors import ConfigError
+from asynckv.geometry import strides
 from asynckv.geometry.look import NUM_PLACES
 from asynckv.geometry.staging import ReadCosts
 from tests import test_packed_copies
@@ -298,6 +299,19 @@ def test_whatever_ends_a_pull_while_its_look_runs_leaves_nothing_behind(how: str
     world.run(40.0)
     assert is_clean(decode)
     world.check()
+
+
+def test_a_look_that_no_number_of_pieces_can_make_fails_its_pull_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, prefill, decode = make()
+    params, _ = world.lent(prefill, "r", [3], 3, written=True)
+    pull = world.pull(decode, "d", [5], params)
+    world.deliver()
+    world.deliver()
+    monkeypatch.setattr(strides, "MAX_RANGES", 0)
+    world.run()
+    assert (pull.reason, pull.is_returned) == (Reason.UNPLANNABLE, True)
+    assert pull.detail.startswith(f"no second look at {pull.sources[0].where}: the two memory orders share only")
+    assert is_clean(decode)
 
 
 # -- places ------------------------------------------------------------------------------------------------------
