@@ -143,7 +143,7 @@ class PullConfig:
         _positive(self, but=("retries",), besides=("second_look", "second_look_bytes"))
         _check(self, number, ["second_look"], 0, 1)
         try:
-            if self.second_look_bytes != "all":
+            if not isinstance(self.second_look_bytes, str) or self.second_look_bytes != "all":
                 _check(self, integer, ["second_look_bytes"], 1, MAX_INTEGER)
         except ConfigError as exc:
             raise ConfigError(f"{exc}, or 'all'") from None

@@ -37,7 +37,8 @@ History = Annotated[
 Lost = Annotated[
     str,
     "How a rank was lost (`goodbye`, `silent`, `broken`, `forgotten`, `replaced`, `left`, `idle`) or could not be met "
-    "(`no_answer`, `not_loaded`, `turned_away`, `unlisted_listener`, `no_key`, `needs_keys`, `no_files`, `gave_way`).",
+    "(`no_answer`, `not_loaded`, `turned_away`, `unlisted_listener`, `no_key`, `needs_keys`, `no_files`, `gave_way`); "
+    "`recalled`: it took the blocks back at once.",
 ]
 HeldState = Annotated[str, "State of the lease or pull; left out if the line covers several states."]
 Waits = Annotated[str, "The reason for waiting, in words."]

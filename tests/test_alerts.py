@@ -148,6 +148,15 @@ CASES: dict[str, tuple[float, dict[str, str], dict[str, tuple[str, str]]]] = {
             ours("pulls_ended_total", reason="cancelled"): ("", "0+100x20"),
         },
     ),
+    "AsynckvBytesDiffer": (
+        5,
+        {"reason": "differs"},
+        {
+            ours("pulls_ended_total", reason="differs"): ("0 0 1x9", "4x15"),
+            ours("pulls_ended_total", reason="lease_lost"): ("", "0+1x15"),  # a recalled lease is no alert
+            ours("leases_ended_total", state="revoked"): ("", "0+9x15"),
+        },
+    ),
     "AsynckvQueueGrowing": (25, {}, {ours("pulls_waiting"): ("20+10x30", "400-10x30")}),
     "AsynckvPullsRejected": (5, {}, {ours("pulls_rejected_total"): ("0 0 0 7x9", "7x15")}),
     "AsynckvPeersGone": (
@@ -530,6 +539,7 @@ async def test_rules_and_dashboard_ask_for_what_two_engines_show(sim: Bench) -> 
         "packets",
         "parked_messages_limit",
         "pull_rereads",
+        "second_look_bytes",  # 0 unless pulls look twice
     }
 
 

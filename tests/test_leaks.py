@@ -712,6 +712,7 @@ FAILURES: dict[str, tuple[CAUSE, list[Record]]] = {
         [*BOTH, pull_ended(15, "read_failed"), say(14, told.DataPlaneRestarted, P, cause="signal 6")],
     ),
     "another id": (C.OTHER_REQUEST_ID, [*BOTH, pull_ended(15, "wrong_request")]),
+    "other bytes": (C.BYTES_DIFFER, [*BOTH, pull_ended(15, "differs"), away(D, 15, 4)]),
     "no step of the reader's engine": (C.SCHEDULER_STUCK, [*BOTH, pull_ended(15, "standstill")]),
     "no step of the lender's engine": (
         C.SCHEDULER_STUCK,
@@ -1320,7 +1321,7 @@ def test_the_command_refuses_bad_input(tmp_path: Path) -> None:
 def test_every_cause_is_documented_under_one_heading() -> None:
     assert set(CATALOGUE) == set(CAUSE)
     assert {x.heading for x in CATALOGUE.values()} == set(HEADING)
-    assert len(HEADING) == 8
+    assert len(HEADING) == 9
 
 
 VALUES = (

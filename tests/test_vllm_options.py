@@ -41,7 +41,7 @@ def test_what_is_said_reaches_the_engine() -> None:
             "advertise": "tcp://node-1:5000",
             "keys": {"secret": "a.key_secret", "authorized": "keys"},
             "lease": {"lease_s": 60},
-            "pull": {"timeout_s": 12, "retries": 2},
+            "pull": {"timeout_s": 12, "retries": 2, "second_look": 0.01, "second_look_bytes": "all"},
             "nixl": {"backend": "UCX", "posting_threads": 1},
             "log": {"slow_s": 1},
             "limits": {"hellos_per_s": 9},
@@ -52,6 +52,7 @@ def test_what_is_said_reaches_the_engine() -> None:
     assert (config.engine_id, config.bind, config.advertise) == ("me", "tcp://10.0.0.1:0", "tcp://node-1:5000")
     assert config.keys is not None
     assert (config.lease.lease_s, config.pull.timeout_s, config.pull.retries) == (60.0, 12.0, 2)
+    assert (config.pull.second_look, config.pull.second_look_bytes) == (0.01, "all")
     assert (config.nixl.posting_threads, config.log.slow_s, config.limits.hellos_per_s) == (1, 1.0, 9.0)
 
 
@@ -87,6 +88,8 @@ REFUSED: list[tuple[Any, str]] = [
     ({"lease": {"lease_s": float("nan")}}, r"extra_config\.lease: lease_s"),
     ({"lease": {"lease_s": 100, "max_lease_s": 50}}, "max_lease_s 50"),
     ({"pull": {"retries": -1}}, r"extra_config\.pull: retries"),
+    ({"pull": {"second_look": 1.5}}, r"extra_config\.pull: second_look is 1\.5; it is a share of pulls"),
+    ({"pull": {"second_look_bytes": "some"}}, r"second_look_bytes is 'some'"),
     ({"nixl": {"params": [1]}}, r"nixl\.params"),
     ({"nixl": {"process": "maybe"}}, "process is 'maybe'"),
     ({"keys": {"secret": "a"}}, r"extra_config\.keys lacks authorized; it takes secret, authorized"),

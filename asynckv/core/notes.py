@@ -54,7 +54,7 @@ class Revoked(Note, frozen=True):
 
 
 class Recalled(Note, frozen=True):
-    words = "recalled, {dropped} grants dropped"
+    words = "recalled; grants dropped: {dropped}"
     dropped: int
 
 

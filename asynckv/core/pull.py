@@ -254,7 +254,6 @@ class Pull:
     priority: int = 0
     attempt: int = 1
     retryable: frozenset[Reason] = frozenset()
-    is_recalled: bool = False  # True if the owner took the request back, which is never lent again
     is_last: bool = True  # True if no other attempt follows a failure, so that the reader is discharged
     kind: Kind = KIND.PULL
     owner: object = None  # the `core/attempts.Request` that this is an attempt of, if any
@@ -489,9 +488,10 @@ class Pull:
             case Refused():
                 reads_yet = self.state not in (S.ANNOUNCED, S.CONNECTING)
                 if failure := source.refused(answer, now, reads_yet=reads_yet):
-                    if source.confirms and answer.reason is Reason.REVOKED:
-                        self.is_recalled, self.retryable = True, frozenset()
-                    self._fail(*failure, now, Blame((source.name,)))
+                    how = How.RECALLED if source.confirms and answer.reason is Reason.REVOKED else None
+                    if how is not None:
+                        self.retryable = frozenset()  # what was recalled is never lent again
+                    self._fail(*failure, now, Blame((source.name,), how))
                     event = E.FAILED
                 elif source.claim_at == math.inf:
                     self._note(now, notes.Unrenewed(source.name, answer.reason))

@@ -207,8 +207,8 @@ class Reason(enum.StrEnum):
 
 
 class How(enum.StrEnum):
-    """Ways in which a remote rank could not be met, or was lost; a `Reason` says what that means for a pull. The values
-    are stable, because tools that read logs go by them and never by words.
+    """Ways in which a remote rank could not be met, was lost, or took its blocks back; a `Reason` says what that means
+    for a pull. The values are stable, because tools that read logs go by them and never by words.
     """
 
     # it could not be met
@@ -228,6 +228,8 @@ class How(enum.StrEnum):
     REPLACED = "replaced"  # another start of it answers
     LEFT = "left"  # this side closed its connections
     IDLE = "idle"
+    # it serves, and has taken the blocks back
+    RECALLED = "recalled"
 
 
 AnyEnum = TypeVar("AnyEnum", bound=enum.Enum)

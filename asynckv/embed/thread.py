@@ -351,7 +351,7 @@ class EngineThread:
             timeout_s: Seconds to wait until the engine has carried this out.
 
         Returns:
-            Other holders of these blocks, and of each only the shared blocks. If the engine has ended: grants of these
+            Other holders of these blocks, and of each only the shared blocks. If the engine has ended, grants of these
             blocks that its end cut short. Do not write any of them.
 
         Raises:

@@ -16,7 +16,7 @@ import anyio
 from asynckv import errors
 from asynckv.core.attempts import RETRYABLE, Request, RequestState, blocks_of
 from asynckv.core.pull import Pull
-from asynckv.core.types import Reason
+from asynckv.core.types import How, Reason
 from asynckv.engine.driver import Driver
 from asynckv.errors import EngineClosed, PullCancelled, PullError
 from asynckv.geometry.layout import Layout
@@ -115,7 +115,7 @@ def error_of(driver: Driver, pull: Pull) -> PullError:
         reason=pull.reason.value,
         held={} if pull.is_returned else blocks_of(pull),
         wait_returned=None if pull.is_returned else partial(driver.until_returned, pull),
-        is_retryable=pull.reason in RETRYABLE and not pull.is_recalled,
+        is_retryable=pull.reason in RETRYABLE and pull.blame.how is not How.RECALLED,
         attempts=pull.attempt,
     )
 

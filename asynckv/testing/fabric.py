@@ -156,7 +156,7 @@ class Transfer:
 
     @property
     def difference(self) -> Difference | None:
-        """What a look has found."""
+        """The first difference that a look has found."""
         return (
             first_difference(zip(self.ours, [target for target, _ in self.pieces], strict=True)) if self.ours else None
         )

@@ -247,7 +247,7 @@ async def run(setup: p.Setup, stdout: int, folder: Path) -> None:
                 bind=setup.bind,
                 keys=keys,
                 lease=options.lease,
-                pull=PullConfig(timeout_s=options.timeout_s),
+                pull=PullConfig(timeout_s=options.timeout_s, second_look=options.second_look),
                 nixl=NixlConfig(posting_threads=options.posters, process=options.process),
             ),
             pool.registration,

@@ -4,8 +4,8 @@ Blocks are **late** if they came back, or will, because time ran out and not bec
 that expired, or was not over when its engine was closed or died; one that is held beyond its warning age at the end of
 the log; an announcement that was not pulled until its time was up; a release that was refused or never answered, if the
 prefill rank's log does not show the end of the lease; and blocks of a pull that had its outcome while they might still
-be written. Blocks are not late if they were revoked, withdrawn, or released within their grant, or are announced and
-wait, before the announcement's time is up.
+be written. Blocks are not late if they were revoked, recalled, withdrawn, or released within their grant, or are
+announced and wait, before the announcement's time is up.
 
 The table and the catalogue are in `causes.toml`. `WHY` has a cause for each pair of the owner's view of a reader
 (`OwnerView`) and the view of the reader and its process (`ReaderView`). Each cause has one `HEADING`, which says where
@@ -32,6 +32,7 @@ class HEADING(enum.StrEnum):
     DROPPED = "the decode scheduler dropped or refused it"
     WRONG = "wrong address, key or id"
     LEASE = "the lease against the queue"
+    BYTES = "bytes that changed"
     UNKNOWN = "not known"
 
 
@@ -48,7 +49,7 @@ class ReaderView(enum.Enum):
     WRONG_TARGET, STALE, KEYS, KEYS_HERE, UNMET, REFUSED, TWICE, BROKEN, REFUSED_HERE = range(8, 17)
     OVERSTAYED, ANNOUNCED, DIED, CLOSED, AWAY, OWNER_AWAY, OWNER_CLOSED = range(17, 24)
     OWNER_DIED, PLANE_DIED, UNANSWERED, RETRIES, ELSEWHERE, READING, LATE, WAITING = range(24, 32)
-    TIMED_OUT, UNLENT, OVERTAKEN, STUCK, IDLE = range(32, 37)
+    TIMED_OUT, UNLENT, OVERTAKEN, STUCK, IDLE, DIFFERS = range(32, 38)
 
 
 class CAUSE(enum.StrEnum):
@@ -87,6 +88,8 @@ class CAUSE(enum.StrEnum):
     PREFILL_LOOP_AWAY = "prefill_loop_away"
     PREFILL_DIED = "prefill_died"
     PREFILL_CLOSED = "prefill_closed"
+    # bytes
+    BYTES_DIFFER = "bytes_differ"
     # transfers that might still write
     STUCK_TRANSFER = "stuck_transfer"
     DATA_PLANE_DIED = "data_plane_died"

@@ -54,14 +54,14 @@ TROUBLES = {
     Trouble.KEYS: (HEADING.WRONG, "Give --keys and --authorized, and the address with its key: docs/why.md."),
 }
 """Headings and remedies of engines that did not answer."""
-STUCK = CAUSE.SCHEDULER_STUCK
+STUCK, DIFFER = CAUSE.SCHEDULER_STUCK, CAUSE.BYTES_DIFFER
 LOOPS_AWAY = {CAUSE.DECODE_LOOP_AWAY, CAUSE.PREFILL_LOOP_AWAY}
 OF_PROCESSES = {HEADING.GONE, HEADING.STOPPED, HEADING.UNKNOWN}
 """Headings of late requests that are reported with their process."""
 
 NEVER_ASKED = {CAUSE.NEVER_HEARD_OF, CAUSE.NEVER_CLAIMED, CAUSE.NO_STEP}
 SAID_ELSEWHERE = {x.event for x in (told.LeaseHeld, told.PullHeld, told.PullRefused, told.PromptsCounted)}
-SAID_ELSEWHERE |= {x.event for x in (told.LoopWasAway, told.PeerChanged, told.OffloadRetired)}
+SAID_ELSEWHERE |= {x.event for x in (told.LoopWasAway, told.PeerChanged, told.OffloadRetired, told.BytesDiffer)}
 """Warnings of processes that other findings report."""
 
 
@@ -135,7 +135,7 @@ def find(seen: Seen) -> Findings:
     wrong = [*first, *stalled, *_machines(found, slow), *_late([x for x in late if id(x) not in done])]
     wrong += [*_waits(seen, waits, _ranks(there) | _ranks(stalled)), *then, *_copies(seen.copies)]
     wrong += [*_refused(seen), *map(_pulls, (x for x in failed if id(x) not in done))]
-    wrong += [*(x for is_wrong, x in computed if is_wrong), *_twice(seen, asked, failed), *long]
+    wrong += [*_differ(seen, failed), *(x for is_wrong, x in computed if is_wrong), *_twice(seen, asked, failed), *long]
     wrong += _logged(seen, "error")
     wrong += [*_open(seen, _ranks(wrong))]
     # Whether a warning of a newer version is over is not known.
@@ -357,6 +357,26 @@ def _pulls(failed: Failure) -> Finding:
     return Finding(entry.heading, verdict.cause.value, what, span, verdict.remedy, names, ranks=ranks)
 
 
+def _differ(seen: Seen, failed: Sequence[Failure]) -> Iterator[Finding]:
+    """Find readers whose second looks differed, by the event or by an engine's count, unless failed pulls say so."""
+    reported = {pull.process for x in failed if x.verdict.cause is DIFFER for pull in x.pulls}
+    # A count has no time, so it says nothing of a part of the time.
+    answers = () if math.isfinite(seen.since) else seen.answers
+    counts = {x.account.incarnation: x.account.facts.counters.get("pulls.differs") for x in answers}
+    for process in (x for x in seen.service.processes.values() if x not in reported):
+        lines = [x for x in process.of(told.BytesDiffer) if not seen.axis.at(process, x.at) < seen.since]
+        if number := integer(counts.get(process.incarnation), len(lines)):
+            owners, names = (tuple(x.text(name) for x in lines) for name in ("peer", "request_id"))
+            who = f"{process.rank} from {listed(owners) or 'prefill ranks'}"
+            what = f"{counted(number, 'pull')} of {who} failed: {CATALOGUE[DIFFER].title}"
+            where = [
+                f"part {x.text('part')} of {x.text('layer')}, from token {x.integer('first_token')}" for x in lines
+            ]
+            remedy = remedy_of(DIFFER, names={"holder": listed(owners)})
+            evidence, ranks = some(where)[:MAX_TEXT] or "`pulls.differs` of its answer", (process.rank, *owners)
+            yield Finding(HEADING.BYTES, DIFFER.value, what, evidence, remedy, names, ranks=ranks)
+
+
 def _twice(seen: Seen, late: Iterable[Leak], failed: Iterable[Failure]) -> Iterator[Finding]:
     """Find ranks that two processes were at once, of which both took one request that was late or failed."""
     keys, pulls = set(map(_key, late)), {x for each in failed for x in each.pulls}
@@ -509,9 +529,14 @@ def _open(seen: Seen, told_of: Collection[str]) -> Iterator[Finding]:
 
 
 def _notes(seen: Seen) -> Iterator[Finding]:
-    """Find what else was seen: clocks, and requests that an answer shows to be over."""
+    """Find what else was seen: clocks, pulls that were recalled, and requests that an answer shows to be over."""
     for note in seen.axis.notes():
         yield Finding(HEADING.UNKNOWN, "clocks", f"clocks: {note}")
+    pulls = (pull for x in seen.service.requests for pull in x.all_pulls if pull.is_recalled)
+    recalled = [x for x in pulls if not seen.axis.at(x.process, x.last_at) < seen.since]
+    for owner, number in Counter(listed(x.failed_with) for x in recalled).most_common(MOST):
+        what = f"{counted(number, 'pull')} ended because {owner} took the blocks back at once (recall)"
+        yield Finding(HEADING.UNKNOWN, "recalled", what)
     for process in (x for x in seen.service.processes.values() if x.over):
         what = f"{counted(len(process.over), 'request')} held for long in its log ({listed(process.over)})"
         yield Finding(HEADING.UNKNOWN, "over", f"{process.rank} answers, and no longer holds {what}")

@@ -27,9 +27,10 @@ import msgspec
 
 from asynckv import told
 from asynckv.core.notes import AnyNote, GrantedTo, Note, Promised, Released
-from asynckv.core.types import SHOWN_LETTERS
+from asynckv.core.types import SHOWN_LETTERS, How
 from asynckv.told import LastClaim, RefusedMessage
 from asynckv.tools.console import grouped
+from asynckv.tools.diagnose.causes import WELL
 from asynckv.tools.diagnose.clocks import PutBack, mended
 from asynckv.tools.diagnose.old_words import coded
 from asynckv.tools.diagnose.records import Logs, Record, number
@@ -345,6 +346,15 @@ class LoggedPull:
     def how(self) -> str:
         """The way in which the rank was lost, or not met, with which it failed (`How`); empty if neither."""
         return self.said.text("how") if self.said is not None else ""
+
+    @property
+    def is_recalled(self) -> bool:
+        """True if it failed because the prefill engine took its blocks back at once, as it may."""
+        return self.how == How.RECALLED
+
+    @property
+    def is_well(self) -> bool:
+        return self.cause in WELL or self.is_recalled
 
     @property
     def failed_with(self) -> tuple[str, ...]:

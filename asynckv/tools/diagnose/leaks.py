@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asynckv.tools.diagnose.axis import make_axis
-from asynckv.tools.diagnose.causes import WELL, OwnerView, ReaderView
+from asynckv.tools.diagnose.causes import OwnerView, ReaderView
 from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Service
 from asynckv.tools.diagnose.leaks_between import has_read, is_forgotten, spoken_of
 from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
@@ -87,7 +87,7 @@ def _is_kept(pull: LoggedPull) -> bool:
     """Return True if its blocks were not free at its outcome, unless that is well and they were free a moment later."""
     if pull.ended is None and pull.state == "quarantined":
         return pull.is_open
-    if pull.cause in WELL and pull.returned is not None and kept_s(pull) <= LATE_S:
+    if pull.is_well and pull.returned is not None and kept_s(pull) <= LATE_S:
         return False
     return pull.held_transfers > 0 or pull.returned is not None or pull.retired is not None
 

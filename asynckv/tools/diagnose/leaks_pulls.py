@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from asynckv import told
 from asynckv.core.types import How
 from asynckv.tools.console import grouped
-from asynckv.tools.diagnose.causes import CATALOGUE, FAILED_AS, WELL, OwnerView, ReaderView
+from asynckv.tools.diagnose.causes import CATALOGUE, FAILED_AS, OwnerView, ReaderView
 from asynckv.tools.diagnose.join import LoggedPull, LoggedRequest, Process, base_name, engine_of, start_of
 from asynckv.tools.diagnose.leaks_between import how_unanswered, key_trouble_at, refused_as, said_of, unanswered_ranks
 from asynckv.tools.diagnose.leaks_values import in_seconds, listed, other_id
@@ -26,7 +26,7 @@ from asynckv.tools.diagnose.stalls import stalled_s
 
 W, R = OwnerView, ReaderView
 Told = tuple[ReaderView, dict[str, Any]]
-SURE = {R.REFUSED_HERE, R.REFUSED, R.TWICE, R.WRONG_TARGET, R.RENAMED, R.KEYS, R.KEYS_HERE}
+SURE = {R.REFUSED_HERE, R.REFUSED, R.TWICE, R.WRONG_TARGET, R.RENAMED, R.KEYS, R.KEYS_HERE, R.DIFFERS}
 """Views that a failure's own reason proves, whatever happened besides."""
 NOTICED_S = 2.0  # the owner of a data plane that died notices later than its readers, by so much at most
 
@@ -65,7 +65,7 @@ def failures(presence: Presence, counts: Callable[[LoggedPull], bool] = lambda p
     A pull counts whether or not its lease was late, also if its own engine refused it.
     """
     pulls = ((x, pull) for x in presence.service.requests for pull in x.all_pulls)
-    failed = ((x, pull) for x, pull in pulls if pull.cause and pull.cause not in WELL and counts(pull))
+    failed = ((x, pull) for x, pull in pulls if pull.cause and not pull.is_well and counts(pull))
     verdicts = ((_Failed(presence, x, pull).verdict(), pull) for x, pull in failed)
     groups = grouped(((x.reader, base_name(x.names["by"]), x.names.get("reason", "")), (x, y)) for x, y in verdicts)
     longest = (max(same, key=lambda x: float(x[0].names.get("away", 0.0)))[0] for same in groups.values())
@@ -159,6 +159,9 @@ class _Failed:
                 return self._unmet()
             case R.RENAMED:
                 return state, {"message": "claim", **other_id(pull.prefill_request_id)}
+            case R.DIFFERS:
+                owner = listed(pull.failed_with) or self.names["holder"]
+                return state, {"by": owner, "holder": owner}
             case R.REFUSED | R.TWICE:
                 return self._refused()
             case R.UNLENT:

@@ -387,7 +387,8 @@ def _pull_marks(pull: LoggedPull) -> Iterator[Said]:
         outcome = next((s.at for s in steps if s.what == "notifying"), pull.ended.at)
         detail = f": {pull.detail}" if pull.detail and not steps else ""
         after = shown_seconds(pull.ended.number("seconds", 0.0))
-        yield outcome, f"outcome {pull.cause} after {after}{detail}", pull.ended.level
+        why = ", because the prefill engine took its blocks back at once" if pull.is_recalled else ""
+        yield outcome, f"outcome {pull.cause} after {after}{why}{detail}", pull.ended.level
 
 
 def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], fields: dict[str, str]) -> Lane:
