@@ -567,7 +567,7 @@ class Pull:
         assert source.tables is not None
         assert self.lists is not None
         source.has_looked = True
-        limits, seed = self.limits, list(f"{self.pull_id} {source.name}".encode())
+        limits, seed = self.limits, int.from_bytes(f"{self.pull_id} {source.name}".encode(), "big")
         most = None if limits.second_look_bytes == "all" else limits.second_look_bytes
         budget = limits.max_post_bytes, limits.max_post_descriptors
         source.following = looks(source.tables, self.lists, most, seed, *budget)

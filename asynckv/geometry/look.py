@@ -17,11 +17,11 @@ import numpy.typing as npt
 
 from asynckv.geometry.bounds import Int32s, Int64s
 from asynckv.geometry.pairing import BlockLists
-from asynckv.geometry.tables import GroupPair, PeerTables, Span
+from asynckv.geometry.tables import GroupPair, PeerTables
 
 PLACE_BYTES, NUM_PLACES = 1 << 20, 8
-PIECE_BYTES, LEAST_BYTES = 16 << 10, 64  # most of a piece that is drawn, and least of one that stands for its part
-MAX_DRAWN = 256  # pieces that are drawn per place: so many descriptors take about half a millisecond
+END_BYTES, LEAST_BYTES = 32 << 10, 64  # most and least of the piece that stands for a part
+RUNS, RUN = 32, 8  # runs of pieces that are drawn per place, and most pieces of one; those of consecutive blocks touch
 MAX_PIECES = 2048  # of one look
 SHOWN = 16  # bytes of a difference that people see
 
@@ -46,6 +46,13 @@ class Look:
     @property
     def local(self) -> Int64s:
         return self.pieces
+
+    def ranges(self, side: int) -> Int64s:
+        """Return int64 `[ranges, 3]`, memory, offset and length here (0) or there (2), joined where pieces touch."""
+        memory, offset, length = self.pieces[:, (side, side + 1, 4)].T
+        follows = (memory[1:] == memory[:-1]) & (offset[1:] == offset[:-1] + length[:-1])
+        heads = np.flatnonzero(np.append(True, ~follows))
+        return np.stack((memory[heads], offset[heads], np.add.reduceat(length, heads)), axis=1)
 
 
 class Difference(NamedTuple):
@@ -92,7 +99,7 @@ class _Strip(NamedTuple):
     shares: Int64s  # int64 `[rows]`: index of each row's share
     local: Int32s
     remote: Int32s
-    span: Span
+    offset: int  # tokens from the begin of a block of ours
 
     @property
     def length(self) -> int:
@@ -101,10 +108,6 @@ class _Strip(NamedTuple):
     @property
     def num_pieces(self) -> int:
         return len(self.rows) * len(self.local)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_pieces * self.length
 
     def pieces(self, number: Int64s, begin: Int64s | int, most: int) -> Int64s:
         """Return pieces by their numbers, at most `most` bytes of each, from `begin` on."""
@@ -119,28 +122,28 @@ def looks(
     tables: PeerTables,
     lists: BlockLists,
     most: int | None,
-    seed: int | Sequence[int],
+    seed: int,
     max_bytes: int = PLACE_BYTES,
     max_pieces: int = MAX_PIECES,
 ) -> Iterator[Look]:
     """Draw about `most` bytes of what is read of a rank, or take all of it, as looks of so many bytes and pieces."""
-    rng = np.random.default_rng(seed)
     strips = {
         pair: [
-            _Strip(rows, shares, local, remote, span)
+            _Strip(rows, shares, local, remote, span.local_offset)
             for span, local, remote in lists.pairs(tables, pair, is_exact=True)
             for rows, shares in tables.rows_by_share(pair, span)
         ]
         for pair in tables.group_pairs
     }
-    total = sum(strip.num_bytes for some in strips.values() for strip in some)
+    sizes = {pair: sum(strip.num_pieces * strip.length for strip in some) for pair, some in strips.items()}
+    total = sum(sizes.values())
     for pair, some in strips.items():
-        size, count = (sum(getattr(strip, what) for strip in some) for what in ("num_bytes", "num_pieces"))
         chosen: Iterable[Int64s] = (pieces for strip in some for pieces in _all(strip))
         if most is not None and some:
-            part = min(most, total) * size // total
-            is_whole = part == size and count <= _most_drawn(size)
-            chosen = [np.concatenate(list(chosen)) if is_whole else _sample(pair, lists, some, part, rng)]
+            part = min(most, total) * sizes[pair] // total
+            runs = RUNS * -(-part // PLACE_BYTES)
+            is_few = part == sizes[pair] and sum(strip.num_pieces for strip in some) <= runs * RUN
+            chosen = [np.concatenate(list(chosen)) if is_few else _sample(pair, lists, some, part, runs, seed)]
         for pieces in chosen:
             yield from _in_places(pair, pieces, min(max_bytes, PLACE_BYTES), max_pieces)
 
@@ -162,12 +165,9 @@ def differing(tables: PeerTables, lists: BlockLists, look: Look, found: Differen
 def _in_request(pair: GroupPair, lists: BlockLists, local: Int32s | Int64s) -> Int64s:
     """Return the places in the request of blocks of ours, as tables index them."""
     ids, per = lists.local[pair.local_index][1], pair.local.ratio * pair.units[0]
-    order = np.argsort(ids, kind="stable")
-    return order[np.searchsorted(ids, local // per, sorter=order)] * per + local % per
-
-
-def _most_drawn(num_bytes: int) -> int:
-    return MAX_DRAWN * -(-num_bytes // PLACE_BYTES)
+    places = np.empty(int(ids.max()) + 2, np.int64)  # the last is that of placeholders
+    places[ids] = np.arange(len(ids))
+    return places[local // per] * per + local % per
 
 
 def _all(strip: _Strip) -> Iterator[Int64s]:
@@ -177,26 +177,25 @@ def _all(strip: _Strip) -> Iterator[Int64s]:
             yield strip.pieces(numbers, begin, PLACE_BYTES)
 
 
-def _sample(
-    pair: GroupPair, lists: BlockLists, strips: Sequence[_Strip], most: int, rng: np.random.Generator
-) -> Int64s:
-    """Take the end of a piece of each share, which has the last tokens that are read of it, and draw others."""
+def _sample(pair: GroupPair, lists: BlockLists, strips: Sequence[_Strip], most: int, runs: int, seed: int) -> Int64s:
+    """Take the end of a piece of each share, which has the last tokens that are read of it, and draw runs of pieces."""
     last: dict[int, tuple[tuple[int, int], Int64s, _Strip]] = {}  # by the first share of those that are alike
     for strip in strips:
         places, share = _in_request(pair, lists, strip.local), int(strip.shares[0])
-        at, rows = (int(places.max()), strip.span.local_offset), np.flatnonzero(np.append(np.diff(strip.shares), 1))
+        at, rows = (int(places.max()), strip.offset), np.flatnonzero(np.append(np.diff(strip.shares), 1))
         if share not in last or at > last[share][0]:
             last[share] = at, rows * len(places) + places.argmax(), strip
-    least = min(max(most // 2 // sum(len(numbers) for _, numbers, _ in last.values()), LEAST_BYTES), PIECE_BYTES)
-    chosen = [strip.pieces(each, max(strip.length - least, 0), least) for _, each, strip in last.values()]
-    left, sizes = most - sum(int(pieces[:, 4].sum()) for pieces in chosen), [strip.num_bytes for strip in strips]
-    mean = np.average([min(strip.length, PIECE_BYTES) for strip in strips], weights=sizes)
-    count = min(max(int(left / mean), 0), _most_drawn(most))
-    for strip, number in zip(strips, rng.multinomial(count, np.array(sizes) / sum(sizes)), strict=True):
-        begin = rng.integers(max(strip.length - PIECE_BYTES, 0) + 1, size=number)
-        chosen.append(strip.pieces(rng.integers(strip.num_pieces, size=number), begin, PIECE_BYTES))
+    least = min(max(most // 2 // sum(len(numbers) for _, numbers, _ in last.values()), LEAST_BYTES), END_BYTES)
+    chosen = [strip.pieces(numbers, max(strip.length - least, 0), least) for _, numbers, strip in last.values()]
+    if (each := (most - sum(int(pieces[:, 4].sum()) for pieces in chosen)) // max(runs, 1)) > 0:
+        rng, sizes = np.random.default_rng(seed), np.array([strip.num_pieces * strip.length for strip in strips])
+        for strip, number in zip(strips, rng.multinomial(runs, sizes / sizes.sum()), strict=True):
+            run = np.arange(max(min(each // strip.length, RUN), 1))
+            numbers = (rng.integers(strip.num_pieces, size=(number, 1)) + run).ravel() % strip.num_pieces
+            begin = rng.integers(max(strip.length - each, 0) + 1, size=len(numbers))
+            chosen.append(strip.pieces(numbers, begin, each))
     pieces = np.concatenate(chosen)
-    return pieces[np.lexsort((pieces[:, 3], pieces[:, 2]))]  # NIXL merges pieces that touch
+    return pieces[np.lexsort((pieces[:, 3], pieces[:, 2]))]  # so that those that touch are joined
 
 
 def _in_places(pair: GroupPair, pieces: Int64s, max_bytes: int, max_pieces: int) -> Iterator[Look]:
