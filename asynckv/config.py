@@ -141,11 +141,12 @@ class PullConfig:
 
     def __post_init__(self) -> None:
         _positive(self, but=("retries",), besides=("second_look", "second_look_bytes"))
-        _check(self, number, ("second_look",), 0)
-        if not isinstance(self.second_look_bytes, str) or self.second_look_bytes != "all":
-            _check(self, integer, ("second_look_bytes",), 1, MAX_INTEGER)
-        if not 0 <= self.second_look <= 1:
-            raise ConfigError(f"second_look is {self.second_look}; it is a share of pulls, from 0 (none) to 1 (all)")
+        _check(self, number, ["second_look"], 0, 1)
+        try:
+            if not isinstance(self.second_look_bytes, str) or self.second_look_bytes != "all":
+                _check(self, integer, ["second_look_bytes"], 1, MAX_INTEGER)
+        except ConfigError as exc:
+            raise ConfigError(f"{exc}, or 'all'") from None
         if not 0 <= self.retries <= MAX_RETRIES:
             raise ConfigError(f"retries is {self.retries}; it must be 0 (off) to {MAX_RETRIES}")
         if self.timeout_s < MIN_LEASE_S:

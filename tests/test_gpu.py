@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 import asynckv
-from asynckv.edges.torch import CudaMirror, synchronize
+from asynckv.config import PullConfig
+from asynckv.edges.nic.agent import Agent
+from asynckv.edges.torch import CudaMirror, cuda_bytes, first_difference_of_tensors, synchronize
 from asynckv.errors import ConfigError
+from asynckv.geometry.layout import Memory
 
 
 class ThreadEvent:
@@ -163,3 +166,73 @@ def test_a_benchmark_between_gpu_pools_verifies_every_byte(torch_cuda: Any) -> N
     report = json.loads(done.stdout)
     assert report["bytes"]["verified"] == report["bytes"]["wanted"] > 0
     assert report["bytes"]["wrong"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.nixl
+@pytest.mark.parametrize("size", [1 << 20, "all"])
+def test_one_byte_that_changes_between_two_reads_of_gpu_memory_is_found(
+    torch_cuda: Any, size: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pull, changes, honest = PullConfig(second_look=1.0, second_look_bytes=size), list[Any](), Agent._post_look
+
+    def post(self: Agent, *args: Any) -> Any:
+        while changes:
+            changes.pop()()
+        return honest(self, *args)
+
+    monkeypatch.setattr(Agent, "_post_look", post)
+
+    async def run() -> None:
+        tensors, engines = [], []
+        for engine_id in ("prefill", "decode"):
+            # NaNs among them, because bytes are compared.
+            tensor = torch_cuda.full((2, 64, 16, 8, 128), float("nan"), dtype=torch_cuda.float32, device="cuda")
+            registration = asynckv.register_tensors(
+                {"layers.0": tensor},
+                order=("kv", "block", "token", "head", "dim"),
+                block_size=16,
+                num_blocks=64,
+                heads=(0, 8),
+                num_heads=8,
+            )
+            tensors.append(tensor)
+            engines.append(asynckv.Engine(asynckv.EngineConfig(engine_id=engine_id, pull=pull), registration))
+        prefill, decode = engines
+        tensors[0][:, ::2] = -0.0
+        torch_cuda.cuda.synchronize()
+
+        def change() -> None:
+            tensors[0][1, 63, 15, 7, 127] = 0.0  # the very last element, whose sign alone changes
+            torch_cuda.cuda.synchronize()
+
+        async with prefill, decode:
+            group = asynckv.PrefillRanks("prefill", [prefill.endpoint])
+            for turn in range(3):
+                blocks = [(0, list(range(64)))]
+                params = group.make_params(f"prefill-{turn}", blocks, 1024, written=True)
+                tensors[0][1, 63, 15, 7, 127] = -0.0
+                torch_cuda.cuda.synchronize()
+                lent = prefill.lend(params)
+                if turn == 1:
+                    changes.append(change)
+                    with pytest.raises(asynckv.BytesDiffer, match=r"part 'v' of layer 'layers.0', tokens 1008 to 1023"):
+                        await decode.pull(f"decode-{turn}", blocks, params)
+                else:
+                    await decode.pull(f"decode-{turn}", blocks, params)
+                await lent.wait_released()
+
+    asyncio.run(run())
+
+
+@pytest.mark.gpu
+def test_registered_gpu_memory_is_seen_as_its_bytes(torch_cuda: Any) -> None:
+    tensor = torch_cuda.arange(1000, dtype=torch_cuda.int32, device="cuda")
+    seen = cuda_bytes(Memory(tensor.data_ptr(), 4000, "cuda", tensor.device.index))
+    assert seen.data_ptr() == tensor.data_ptr()
+    assert first_difference_of_tensors([(seen, tensor.view(torch_cuda.uint8))]) is None
+    other = tensor.clone()
+    other[7] += 1
+    found = first_difference_of_tensors([(seen[:28], seen[:28]), (seen[28:], other.view(torch_cuda.uint8)[28:])])
+    assert found is not None
+    assert (found.piece, found.here[0], found.there[0]) == (1, 7, 8)

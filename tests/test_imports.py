@@ -242,6 +242,8 @@ def test_what_is_loaded(what: str) -> None:
 
 
 SAME_NAME = {
+    "BytesDiffer": "the public error, and the event that logs it, whose name in logs is the class's",
+    "Difference": "of two layouts, and of bytes that were read twice",
     "BlocksRetired": "the public error, and the event that logs it, whose name in logs is the class's",
     "Refused": "the message between ranks and the event; counters, and logs, have the names of the classes",
 }

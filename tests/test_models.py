@@ -706,14 +706,14 @@ def test_the_judge_sees_a_prefix_that_is_rounded(
 ) -> None:
     honest = BlockLists._pair_tokens
 
-    def rounded(self: BlockLists, pair: GroupPair) -> Any:
+    def rounded(self: BlockLists, pair: GroupPair, is_exact: bool = False) -> Any:
         group, here = pair.local_index, pair.local
         first, ids = self.local[group]
         if first % here.block_size:
             step = here.block_size if up else 0
             at = first - first % here.block_size + step
             self.local = (*self.local[:group], (at, ids[1:] if up else ids), *self.local[group + 1 :])
-        return honest(self, pair)
+        return honest(self, pair, is_exact)
 
     monkeypatch.setattr(BlockLists, "_pair_tokens", rounded)
     assert not asyncio.run(disagg_generate.decode_process(["llama"], NUMBERS))

@@ -324,9 +324,8 @@ class DecodeSide:
             return
         look = transfer.read if isinstance(transfer.read, Look) else None
         if look is not None and transfer_ended.ending is ENDING.IN_DOUBT:
-            transfer_ended = transfer_ended._replace(
-                ending=ENDING.DETACHED
-            )  # it may still write its place, and no block
+            # It may still write its place, and no block.
+            transfer_ended = transfer_ended._replace(ending=ENDING.DETACHED)
         transfer_id, ending, cause, peer_lost, difference = transfer_ended
         pull, source, peer, counters = transfer.pull, transfer.source, transfer.peer, self._outbox.counters
         was_detached = transfer.is_detached
@@ -357,8 +356,8 @@ class DecodeSide:
             self._places.give_back(transfer_id)
             waiting, self._to_look = self._to_look, {}
             for other in waiting:
-                if (line := self.peers.by_place.get(other.rank.place)) is not None:
-                    self.posting.offer(line.line, other)
+                if (its_peer := self.peer_of(other)) is not None:
+                    self.posting.offer(its_peer.line, other)
         if not was_detached:
             if peer_lost:
                 pull.could_not_meet(now + self._config.backoff_s)

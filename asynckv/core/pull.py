@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import enum
 import math
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -544,6 +543,8 @@ class Pull:
             source.bytes_read += num_bytes
             if source.has_landed and not source.has_looked and self.failure is None:
                 self._look_again(source, now)
+                if self.failure is not None:
+                    after = ON_EVENT[self.state][E.TRANSFER_FAILED]
         if is_done and source.has_landed:
             source.done_at = self.measures.read_at = now
             source.nonce_when_done = max(source.nonces, default=0)
@@ -566,7 +567,7 @@ class Pull:
         assert source.tables is not None
         assert self.lists is not None
         source.has_looked = True
-        limits, seed = self.limits, zlib.crc32(f"{self.pull_id} {source.name}".encode())
+        limits, seed = self.limits, int.from_bytes(f"{self.pull_id} {source.name}".encode(), "big")
         most = None if limits.second_look_bytes == "all" else limits.second_look_bytes
         budget = limits.max_post_bytes, limits.max_post_descriptors
         source.following = looks(source.tables, self.lists, most, seed, *budget)
@@ -713,6 +714,7 @@ class Pull:
             if source.differs is not None:
                 detail = f"what {source.where} lent has changed since it was read, or on its way: {source.differs}"
                 self._fail(Reason.DIFFERS, detail, now, Blame((source.name,)))
+                self.waited_for = ""
         self.reason, self.detail = self.failure or (Reason.COMPLETE, "")
         self.published_at, self.warn_at = now, now + self.warn_s
         if before is not S.CONFIRMING:  # else the pull left when its bytes had landed
@@ -826,8 +828,8 @@ class Pull:
         return Reason.TIMEOUT, f"no proof of the lease from {named(unproven)}", unproven
 
 
-_UNREAD = (S.ANNOUNCED, S.CONNECTING, S.QUEUED)
 _ENDS = (S.DRAINING, S.NOTIFYING)  # a difference is judged in NOTIFYING
+_UNREAD = (S.ANNOUNCED, S.CONNECTING, S.QUEUED)
 _CLAIMS = (S.ANNOUNCED, S.CONNECTING, S.QUEUED, S.READING)
 
 

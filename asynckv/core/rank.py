@@ -14,9 +14,9 @@ Inputs come with `now` if they depend on it. Reports of the planes on transfers,
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
-import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -178,7 +178,7 @@ class RankCore:
             retryable=retryable,
             is_last=request.is_last,
             kind=kind,
-            looks=share > 0 and zlib.crc32(pull_id.encode()) < share * (1 << 32),
+            looks=share > 0 and int(hashlib.sha256(pull_id.encode()).hexdigest()[:8], 16) < share * (1 << 32),
         )
 
     def pull(self, wanted: PullRequest, retries: int, timeout_s: float, now: float) -> Request:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import anyio.to_thread
@@ -37,6 +37,7 @@ from asynckv.geometry.layout import (
     attention_view,
     check_order,
 )
+from asynckv.geometry.look import Difference, first_difference
 from asynckv.observe.setup import logger_for
 
 if TYPE_CHECKING:
@@ -166,6 +167,30 @@ class CudaMirror:
         self._torch.cuda.synchronize()
         for piece, copy in zip(self._pieces, self._copies, strict=True):
             copy.copy_(piece)
+
+
+def cuda_memory(num_bytes: int, device: int) -> torch.Tensor:
+    import torch
+
+    return torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{device}")
+
+
+def cuda_bytes(memory: Memory) -> torch.Tensor:
+    """Return the bytes of registered GPU memory as a tensor."""
+    import torch
+
+    interface = {"shape": (memory.length,), "typestr": "|u1", "data": (memory.base, False), "version": 3}
+    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=f"cuda:{memory.device}")
+
+
+def first_difference_of_tensors(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Difference | None:
+    """Compare pairs of tensors of bytes on their device, which is waited for once."""
+    import torch
+
+    ours, theirs = zip(*pairs, strict=True)
+    if torch.equal(torch.cat(ours), torch.cat(theirs)):
+        return None
+    return first_difference((mine.cpu().numpy(), other.cpu().numpy()) for mine, other in pairs)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

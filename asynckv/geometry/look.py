@@ -20,8 +20,8 @@ from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.tables import GroupPair, PeerTables
 
 PLACE_BYTES, NUM_PLACES = 1 << 20, 8
-PIECE_BYTES, LEAST_BYTES = 16 << 10, 64  # of a piece that is drawn, and of one that stands for its part
-MAX_DRAWN = 256  # pieces that are drawn: so many descriptors take about half a millisecond
+END_BYTES, LEAST_BYTES = 32 << 10, 64  # most and least of the piece that stands for a part
+RUNS, RUN = 32, 8  # runs of pieces that are drawn per place, and most pieces of one; those of consecutive blocks touch
 MAX_PIECES = 2048  # of one look
 SHOWN = 16  # bytes of a difference that people see
 
@@ -47,6 +47,13 @@ class Look:
     def local(self) -> Int64s:
         return self.pieces
 
+    def ranges(self, side: int) -> Int64s:
+        """Return int64 `[ranges, 3]`, memory, offset and length here (0) or there (2), joined where pieces touch."""
+        memory, offset, length = self.pieces[:, (side, side + 1, 4)].T
+        follows = (memory[1:] == memory[:-1]) & (offset[1:] == offset[:-1] + length[:-1])
+        heads = np.flatnonzero(np.append(True, ~follows))
+        return np.stack((memory[heads], offset[heads], np.add.reduceat(length, heads)), axis=1)
+
 
 class Difference(NamedTuple):
     """The first bytes of a look that differ."""
@@ -58,11 +65,13 @@ class Difference(NamedTuple):
 
 def first_difference(pairs: Iterable[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]) -> Difference | None:
     """Compare pairs of arrays of bytes."""
-    for piece, (mine, theirs) in enumerate(pairs):
-        if (at := np.flatnonzero(mine != theirs)).size:
-            shown = slice(int(at[0]), int(at[0]) + SHOWN)
-            return Difference(piece, mine[shown].tobytes(), theirs[shown].tobytes())
-    return None
+    ours, theirs = zip(*pairs, strict=True)
+    if not (differ := np.flatnonzero(np.concatenate(ours) != np.concatenate(theirs))).size:
+        return None
+    ends = np.cumsum([len(piece) for piece in ours])
+    piece = int(np.searchsorted(ends, differ[0], side="right"))
+    shown = slice(at := int(differ[0] - ends[piece]) + len(ours[piece]), at + SHOWN)
+    return Difference(piece, ours[piece][shown].tobytes(), theirs[piece][shown].tobytes())
 
 
 class Differing(NamedTuple):
@@ -90,99 +99,103 @@ class _Strip(NamedTuple):
     shares: Int64s  # int64 `[rows]`: index of each row's share
     local: Int32s
     remote: Int32s
-    last: tuple[int, int, int]  # the last block listed, how far the last tokens reach into it, and their column
+    offset: int  # tokens from the begin of a block of ours
+
+    @property
+    def length(self) -> int:
+        return int(self.rows[0, 6])
 
     @property
     def num_pieces(self) -> int:
         return len(self.rows) * len(self.local)
 
-    @property
-    def num_bytes(self) -> int:
-        return self.num_pieces * int(self.rows[0, 6])
-
-    def pieces(self, row: Int64s, column: Int64s, begin: Int64s | int = 0, most: int = PLACE_BYTES) -> Int64s:
-        """Return some pieces, at most `most` bytes of each, from `begin` on."""
+    def pieces(self, number: Int64s, begin: Int64s | int, most: int) -> Int64s:
+        """Return pieces by their numbers, at most `most` bytes of each, from `begin` on."""
+        row, column = np.divmod(number, len(self.local))
         rows, mine, theirs = self.rows[row], self.local[column].astype(np.int64), self.remote[column].astype(np.int64)
         here, there = rows[:, 1] + mine * rows[:, 2] + begin, rows[:, 4] + theirs * rows[:, 5] + begin
         lengths = np.minimum(rows[:, 6] - begin, most)
         return np.stack((rows[:, 0], here, rows[:, 3], there, lengths, self.shares[row], mine), axis=1)
 
-    def all_pieces(self) -> Iterator[Int64s]:
-        parts = range(0, int(self.rows[0, 6]), PLACE_BYTES)
-        for begin in range(0, self.num_pieces, MAX_PIECES):
-            column, row = np.divmod(np.arange(begin, min(begin + MAX_PIECES, self.num_pieces)), len(self.rows))
-            yield from (self.pieces(row, column, part) for part in parts)
-
 
 def looks(
-    tables: PeerTables, lists: BlockLists, most: int | None, seed: int, max_bytes: int, max_pieces: int
+    tables: PeerTables,
+    lists: BlockLists,
+    most: int | None,
+    seed: int,
+    max_bytes: int = PLACE_BYTES,
+    max_pieces: int = MAX_PIECES,
 ) -> Iterator[Look]:
     """Draw about `most` bytes of what is read of a rank, or take all of it, as looks of so many bytes and pieces."""
-    strips, exact = dict[GroupPair, list[_Strip]](), lists.exact()
-    for pair in tables.group_pairs:
-        some = strips[pair] = list[_Strip]()
-        for span, local, remote in exact.pairs(tables, pair):
-            last = _last(exact, pair, span.local_offset, local)
-            some += [_Strip(rows, shares, local, remote, last) for rows, shares in tables.rows_by_share(span)]
-    all_strips = [strip for some in strips.values() for strip in some]
-    num_bytes, rng = sum(strip.num_bytes for strip in all_strips), np.random.default_rng(seed)
-    is_whole = most is None or (num_bytes <= most and sum(strip.num_pieces for strip in all_strips) <= MAX_DRAWN)
+    strips = {
+        pair: [
+            _Strip(rows, shares, local, remote, span.local_offset)
+            for span, local, remote in lists.pairs(tables, pair, is_exact=True)
+            for rows, shares in tables.rows_by_share(pair, span)
+        ]
+        for pair in tables.group_pairs
+    }
+    sizes = {pair: sum(strip.num_pieces * strip.length for strip in some) for pair, some in strips.items()}
+    total = sum(sizes.values())
     for pair, some in strips.items():
-        if most is None or is_whole:
-            chosen: Iterator[Int64s] = (pieces for strip in some for pieces in strip.all_pieces())
-        else:
-            chosen = iter(
-                [_sample(some, most * sum(strip.num_bytes for strip in some) // num_bytes, rng)] if some else ()
-            )
+        chosen: Iterable[Int64s] = (pieces for strip in some for pieces in _all(strip))
+        if most is not None and some:
+            part = min(most, total) * sizes[pair] // total
+            runs = RUNS * -(-part // PLACE_BYTES)
+            is_few = part == sizes[pair] and sum(strip.num_pieces for strip in some) <= runs * RUN
+            chosen = [np.concatenate(list(chosen)) if is_few else _sample(pair, lists, some, part, runs, seed)]
         for pieces in chosen:
             yield from _in_places(pair, pieces, min(max_bytes, PLACE_BYTES), max_pieces)
 
 
 def differing(tables: PeerTables, lists: BlockLists, look: Look, found: Difference) -> Differing:
     """Say where in the model a look differs."""
-    *_, index, block = look.pieces[found.piece].tolist()
-    pair, share, group = look.pair, tables.shares(look.pair)[index], look.pair.local
-    (listed, ids), per = lists.local[pair.local_index], group.ratio * pair.units[0]
-    first, size = int(np.flatnonzero(ids == block // per)[0]) * group.block_size, group.block_size
-    if not pair.is_shared:
-        first, size = first + block % per // pair.units[0] * group.kernel_size, group.kernel_size
-    first += listed // size * size
+    *_, index, block = look.pieces[found.piece : found.piece + 1].T
+    pair, share, group = look.pair, tables.shares(look.pair)[int(index[0])], look.pair.local
+    place, units = int(_in_request(pair, lists, block)[0]), pair.units[0]
+    # Where ranks share tokens, those of one kernel block are spread over the whole block.
+    count, size = (group.ratio * units, group.block_size) if pair.is_shared else (units, group.kernel_size)
+    listed = lists.local[pair.local_index][0]
+    first = listed - listed % group.block_size + place // count * size
     begin, end = max(first, listed), min(first + size, lists.num_tokens)
     layer, part = share.local_view.layer, share.local_part.name
     return Differing(layer, part, begin, end - begin, found.here.hex(), found.there.hex())
 
 
-def _last(lists: BlockLists, pair: GroupPair, offset: int, local: Int32s) -> tuple[int, int, int]:
-    (_, ids), per = lists.local[pair.local_index], pair.local.ratio * pair.units[0]
-    # A rank that shares tokens may have none of the last block.
-    at = int(np.flatnonzero(np.isin(ids, local // per))[-1])
-    found = np.flatnonzero(local // per == ids[at])
-    column = int(found[np.argmax(local[found])])
-    return at, int(local[column]) % per * pair.unit[0] + offset, column
+def _in_request(pair: GroupPair, lists: BlockLists, local: Int32s | Int64s) -> Int64s:
+    """Return the places in the request of blocks of ours, as tables index them."""
+    ids, per = lists.local[pair.local_index][1], pair.local.ratio * pair.units[0]
+    places = np.empty(int(ids.max()) + 2, np.int64)  # the last is that of placeholders
+    places[ids] = np.arange(len(ids))
+    return places[local // per] * per + local % per
 
 
-def _sample(strips: Sequence[_Strip], most: int, rng: np.random.Generator) -> Int64s:
-    """Take the end of a piece of each share, with the last tokens that there are of it, and draw others."""
-    best: dict[int, _Strip] = {}  # by the first share of those that are alike
+def _all(strip: _Strip) -> Iterator[Int64s]:
+    for first in range(0, strip.num_pieces, MAX_PIECES):
+        numbers = np.arange(first, min(first + MAX_PIECES, strip.num_pieces))
+        for begin in range(0, strip.length, PLACE_BYTES):
+            yield strip.pieces(numbers, begin, PLACE_BYTES)
+
+
+def _sample(pair: GroupPair, lists: BlockLists, strips: Sequence[_Strip], most: int, runs: int, seed: int) -> Int64s:
+    """Take the end of a piece of each share, which has the last tokens that are read of it, and draw runs of pieces."""
+    last: dict[int, tuple[tuple[int, int], Int64s, _Strip]] = {}  # by the first share of those that are alike
     for strip in strips:
-        before = best.setdefault(int(strip.shares[0]), strip)
-        if strip.last > before.last:
-            best[int(strip.shares[0])] = strip
-    ends = [np.flatnonzero(np.append(np.diff(strip.shares), 1)) for strip in best.values()]
-    least, chosen = max(most // 2 // sum(map(len, ends)), LEAST_BYTES), []
-    for strip, rows in zip(best.values(), ends, strict=True):
-        columns = np.full(len(rows), strip.last[-1])
-        chosen.append(strip.pieces(rows, columns, max(int(strip.rows[0, 6]) - least, 0), least))
-    left = most - sum(int(pieces[:, 4].sum()) for pieces in chosen)
-    sizes = np.array([strip.num_bytes for strip in strips])
-    each = np.minimum([int(strip.rows[0, 6]) for strip in strips], PIECE_BYTES)
-    number = min(max(int(left / ((each * sizes).sum() / sizes.sum())), 0), MAX_DRAWN)
-    for strip, count in zip(strips, rng.multinomial(number, sizes / sizes.sum()), strict=True):
-        row, column = rng.integers(len(strip.rows), size=count), rng.integers(len(strip.local), size=count)
-        begin = rng.integers(max(int(strip.rows[0, 6]) - PIECE_BYTES, 0) + 1, size=count)
-        chosen.append(strip.pieces(row, column, begin, PIECE_BYTES))
+        places, share = _in_request(pair, lists, strip.local), int(strip.shares[0])
+        at, rows = (int(places.max()), strip.offset), np.flatnonzero(np.append(np.diff(strip.shares), 1))
+        if share not in last or at > last[share][0]:
+            last[share] = at, rows * len(places) + places.argmax(), strip
+    least = min(max(most // 2 // sum(len(numbers) for _, numbers, _ in last.values()), LEAST_BYTES), END_BYTES)
+    chosen = [strip.pieces(numbers, max(strip.length - least, 0), least) for _, numbers, strip in last.values()]
+    if (each := (most - sum(int(pieces[:, 4].sum()) for pieces in chosen)) // max(runs, 1)) > 0:
+        rng, sizes = np.random.default_rng(seed), np.array([strip.num_pieces * strip.length for strip in strips])
+        for strip, number in zip(strips, rng.multinomial(runs, sizes / sizes.sum()), strict=True):
+            run = np.arange(max(min(each // strip.length, RUN), 1))
+            numbers = (rng.integers(strip.num_pieces, size=(number, 1)) + run).ravel() % strip.num_pieces
+            begin = rng.integers(max(strip.length - each, 0) + 1, size=len(numbers))
+            chosen.append(strip.pieces(numbers, begin, each))
     pieces = np.concatenate(chosen)
-    return pieces[np.lexsort((pieces[:, 3], pieces[:, 2]))]  # NIXL merges pieces that touch
+    return pieces[np.lexsort((pieces[:, 3], pieces[:, 2]))]  # so that those that touch are joined
 
 
 def _in_places(pair: GroupPair, pieces: Int64s, max_bytes: int, max_pieces: int) -> Iterator[Look]:

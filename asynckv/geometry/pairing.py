@@ -20,7 +20,6 @@ state after the last wanted token.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -76,13 +75,12 @@ class BlockLists:
         offered_tokens: int | None = None,
     ) -> None:
         self.local = tuple(local)
-        self._is_exact = False
         self.num_tokens = num_tokens
         self.offered_tokens = num_tokens if offered_tokens is None else offered_tokens
         self._lent: list[LentBlocks] = []
         for runs in remote:
             self._lent.append(LentBlocks(runs))
-        self._pairs: dict[tuple[object, ...], Sequence[Pairs]] = {}
+        self._pairs: dict[tuple[tuple[object, ...], bool], Sequence[Pairs]] = {}
         wanted = []
         for group, (first, ids) in enumerate(self.local):
             if first < num_tokens and len(ids) and (ids[0] != NULL or ids.max() > NULL):
@@ -90,22 +88,17 @@ class BlockLists:
         self.wanted = tuple(wanted)  # our groups with a block to fill
         self.is_empty = not wanted  # True if no block is to be filled: a full prefix hit
 
-    def exact(self) -> BlockLists:
-        """Return the same lists, paired so that no token beyond `num_tokens` is read."""
-        lists = copy.copy(self)
-        lists._is_exact, lists._pairs = True, {}
-        return lists
-
-    def pairs(self, tables: PeerTables, pair: GroupPair) -> Sequence[Pairs]:
-        if (known := self._pairs.get(pair.key)) is not None:
+    def pairs(self, tables: PeerTables, pair: GroupPair, *, is_exact: bool = False) -> Sequence[Pairs]:
+        """Pair the blocks of two groups. `is_exact`: without tokens from `num_tokens` on."""
+        if (known := self._pairs.get((pair.key, is_exact))) is not None:
             return known
         if pair.local_index >= len(self.local) or pair.remote_index >= len(self._lent):
             raise PlanRefused(
                 f"the request names {len(self.local)} local and {len(self._lent)} remote groups, but the layouts "
                 f"have {len(tables.local.groups)} and {len(tables.remote.groups)}"
             )
-        found = self._pair_states(pair) if pair.local.kind == "state" else self._pair_tokens(pair)
-        self._pairs[pair.key] = found
+        found = self._pair_states(pair) if pair.local.kind == "state" else self._pair_tokens(pair, is_exact)
+        self._pairs[pair.key, is_exact] = found
         return found
 
     def padding(self, layout: Layout) -> Iterator[Padding]:
@@ -123,7 +116,7 @@ class BlockLists:
                 if ids[i] != NULL and lo < held:
                     yield Padding(index, int(ids[i]), lo, held - lo)
 
-    def _pair_tokens(self, pair: GroupPair) -> Sequence[Pairs]:
+    def _pair_tokens(self, pair: GroupPair, is_exact: bool = False) -> Sequence[Pairs]:
         (listed, ids), lent = self.local[pair.local_index], self._lent[pair.remote_index]
         here, there, entry = pair.local, pair.remote, pair.entry
         mine, theirs = pair.local_size, pair.remote_size
@@ -138,15 +131,15 @@ class BlockLists:
                 f"group {pair.local_index} ({here.name!r}): the first token {first} is inside an entry that covers "
                 f"{entry} tokens, which can only be read whole; begin at token {first - first % entry}"
             )
-        if self._is_exact and (end := end - end % entry) <= first:
-            return ()
-        may_exceed = not self._is_exact or end % mine == 0
-        if mine == theirs and may_exceed and not pair.is_shared and (aligned := self._pair_aligned(pair, first, end)):
+        is_cut = is_exact and end % mine != 0
+        if mine == theirs and not is_cut and not pair.is_shared and (aligned := self._pair_aligned(pair, first, end)):
             return aligned
         if pair.is_shared:
-            start, kernel, source, spans = pair.cuts(first, -(-end // entry) * entry)
+            start, kernel, source, spans = pair.cuts(first, end if is_exact else -(-end // entry) * entry)
         else:
-            start = _cuts(first, end, mine, theirs, may_exceed=may_exceed)
+            # A last, partial kernel block is read to its end where both sides have one.
+            whole = end if is_exact else min(-(-end // mine) * mine, -(-end // theirs) * theirs)
+            start = _cuts(first, whole, mine, theirs)
             start, tokens = start[:-1], np.diff(start)
             kernel, source = start // mine, start // theirs
             spans = np.stack((start - kernel * mine, start - source * theirs, tokens))
@@ -276,14 +269,12 @@ def _no_such_block(pair: GroupPair, block: int) -> PlanRefused:
     )
 
 
-def _cuts(first: int, end: int, mine: int, theirs: int, *, may_exceed: bool) -> Int64s:
+def _cuts(first: int, end: int, mine: int, theirs: int) -> Int64s:
     """Return the tokens at which blocks of either size begin, with both ends of all that is read."""
-    # A last, partial kernel block is read to its end where both sides have one.
-    whole = min(-(-end // mine) * mine, -(-end // theirs) * theirs) if may_exceed else end
-    edges = np.arange(first // mine + 1, -(-whole // mine), dtype=np.int64) * mine
+    edges = np.arange(first // mine + 1, -(-end // mine), dtype=np.int64) * mine
     if mine != theirs:
-        edges = np.union1d(edges, np.arange(first // theirs + 1, -(-whole // theirs), dtype=np.int64) * theirs)
-    return np.concatenate(([first], edges, [whole]))
+        edges = np.union1d(edges, np.arange(first // theirs + 1, -(-end // theirs), dtype=np.int64) * theirs)
+    return np.concatenate(([first], edges, [end]))
 
 
 def _chosen(columns: npt.NDArray[np.bool_], *arrays: Int64s) -> list[Int64s]:

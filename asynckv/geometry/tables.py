@@ -360,12 +360,15 @@ class PeerTables:
         """Return what is read of a pair of groups, sorted into parts that are alike."""
         return [share for kind in self._alike[pair.local_index, pair.remote_index] for share in kind.shares]
 
-    def rows_by_share(self, span: Span) -> Iterator[tuple[Int64s, Int64s]]:
-        """Yield direct rows of parts that are alike, and so of one length, and of each the index of its share."""
+    def rows_by_share(self, pair: GroupPair, span: Span) -> Iterator[tuple[Int64s, Int64s]]:
+        """Yield direct rows of parts that are alike, and so of one length, and of each the index of its share. Parts
+        of which the span has no whole entry are left out.
+        """
         first = 0
         for kind in self._alike[span.group, span.remote_group]:
             rows, end = kind.rows(span), first + len(kind.shares)
-            yield rows, np.repeat(np.arange(first, end), len(rows) // len(kind.shares))
+            if kind.has_entry(span, pair.whole):
+                yield rows, np.repeat(np.arange(first, end), len(rows) // len(kind.shares))
             first = end
 
     def table(self, span: Span) -> DescTable:
@@ -464,6 +467,9 @@ class _Alike:
             return list(dims)
         stretches = span.count, span.local_step // each * token[0], span.remote_step // each * token[1]
         return [*dims, (span.tokens // each, *token), stretches]
+
+    def has_entry(self, span: Span, whole: Span) -> bool:
+        return span.tokens >= self._shape.tokens_per_entry if any(self._shape.token) else span == whole
 
     def num_rows(self, span: Span) -> int:
         return count_descriptors(self._shape.itemsize, self._dims(span))

@@ -499,13 +499,13 @@ class Agent:
         """Post a read of a look's pieces into its place."""
         assert self._places is not None
         try:
-            here, far, lengths = self._places.of(look), remote.memories, look.pieces[:, 4]
-            begin = here.base + look.place * PLACE_BYTES
-            mine = byte_ranges(begin + np.cumsum(lengths) - lengths, lengths)
+            here, far = self._places.of(look), remote.memories
+            memory, offset, lengths = look.ranges(2).T
+            mine = byte_ranges(here.base + look.place * PLACE_BYTES + np.cumsum(lengths) - lengths, lengths)
             base, devices = (np.array([getattr(m, what) for m in far], np.uint64) for what in ("base", "device"))
-            theirs = byte_ranges(base[look.pieces[:, 2]] + look.pieces[:, 3].astype(np.uint64), lengths)
-            mine[:, 2], theirs[:, 2] = here.device, devices[look.pieces[:, 2]]
-            kinds = MEMORY_KINDS[far[int(look.pieces[0, 2])].kind], MEMORY_KINDS[here.kind]
+            theirs = byte_ranges(base[memory] + offset.astype(np.uint64), lengths)
+            mine[:, 2], theirs[:, 2] = here.device, devices[memory]
+            kinds = MEMORY_KINDS[far[int(memory[0])].kind], MEMORY_KINDS[here.kind]
             handle = self._create(self._read, mine, theirs, remote.alias, *kinds)
         except Exception as exc:
             return TransferEnded(transfer_id, Ending.FAILED, repr(exc))

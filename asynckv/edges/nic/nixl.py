@@ -187,20 +187,21 @@ class NixlPlane:
             self.costs, threads, staging = None, self._config.num_posters, self._config.staging_bytes
             num_slots = max(staging // SLOT_BYTES // threads, 1) if staging and threads else 0
             stages, areas = num_slots > 0 and is_on_host, list[Bytes]()
+            places = Places(memories) if self._looks else None
             for number in range(1, threads + 1):
                 agent = self._make_agent(f"{self._name}-poster{number}", memories)
                 with closed_on_failure(agent.close):
                     if stages:
                         agent.add_stage(num_slots, areas)
+                    if places is not None:
+                        agent.add_places(places)
                     if stages and number == 1:
                         self.costs = measure_costs(agent, self._agent)
                         stages = self.costs is not None
                     self._posters.start(agent.name, agent)
             packing, info = self._packer.packing if self._packer is not None else None, self._agent.info()
-            if self._looks:
-                places = Places(memories)
-                for agent in (self._agent, *(poster.agent for poster in self._posters)):
-                    agent.add_places(places)
+            if places is not None:
+                self._agent.add_places(places)
             return info._replace(packing=packing)
 
     def _listen(self, agent: Agent) -> None:

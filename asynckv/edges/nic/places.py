@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from asynckv.edges.nic.staging import bytes_at
+from asynckv.edges.torch import cuda_bytes, cuda_memory, first_difference_of_tensors
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.look import NUM_PLACES, PLACE_BYTES, SHOWN, Difference, Look, first_difference
+from asynckv.geometry.look import NUM_PLACES, PLACE_BYTES, Difference, Look, first_difference
+
+SIZE = NUM_PLACES * PLACE_BYTES
+_memcmp = ctypes.PyDLL(None).memcmp
+_memcmp.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
 
 
 class Places:
     """Memory for looks, of each kind that the caller's memory has. A place is one look's at a time."""
 
     def __init__(self, memories: Sequence[Memory]) -> None:
-        size, areas = NUM_PLACES * PLACE_BYTES, dict[tuple[Literal["cpu", "cuda"], int], Any]()
-        try:
-            for kind, device in {(memory.kind, memory.device) for memory in memories}:
-                if kind == "cpu":
-                    areas[kind, device] = np.frombuffer(mmap.mmap(-1, size), np.uint8)
-                else:
-                    import torch
-
-                    areas[kind, device] = torch.empty(size, dtype=torch.uint8, device=f"{kind}:{device}")
-        except (OSError, RuntimeError, ImportError) as exc:
-            raise BackendError(
-                f"{size} bytes for second looks cannot be had: {exc}; set pull.second_look to 0"
-            ) from exc
         self._kinds = [(memory.kind, memory.device) for memory in memories]
-        self._ours = [bytes_at(memory) if memory.kind == "cpu" else _on_gpu(memory) for memory in memories]
-        self._areas = areas
-        self.memories = {
-            (kind, device): Memory(
-                base=area.ctypes.data if kind == "cpu" else area.data_ptr(), length=size, kind=kind, device=device
-            )
-            for (kind, device), area in areas.items()
-        }
+        self._bases = [memory.base for memory in memories]
+        self._ours = [bytes_at(memory) if memory.kind == "cpu" else cuda_bytes(memory) for memory in memories]
+        self._areas, self.memories = dict[tuple[str, int], Any](), dict[tuple[str, int], Memory]()
+        for kind, device in dict.fromkeys(self._kinds):
+            try:
+                area: Any = np.frombuffer(mmap.mmap(-1, SIZE), np.uint8) if kind == "cpu" else cuda_memory(SIZE, device)
+            except (OSError, RuntimeError, ImportError) as exc:
+                raise BackendError(
+                    f"{SIZE} bytes for second looks cannot be had: {exc}; set pull.second_look to 0"
+                ) from exc
+            base = area.ctypes.data if kind == "cpu" else area.data_ptr()
+            self._areas[kind, device], self.memories[kind, device] = area, Memory(base, SIZE, kind, device)
 
     def of(self, look: Look) -> Memory:
         """Return the memory with the place of a look."""
@@ -49,26 +45,18 @@ class Places:
     def compare(self, look: Look) -> Difference | None:
         """Compare what was read into a look's place with what the caller has."""
         kind, at, pairs = self._kinds[int(look.pieces[0, 0])], look.place * PLACE_BYTES, []
+        if kind[0] == "cpu" and self._is_same(look):
+            return None
         for memory, offset, length in look.pieces[:, (0, 1, 4)].tolist():
             pairs.append((self._ours[memory][offset : offset + length], self._areas[kind][at : at + length]))
             at += length
         return first_difference(pairs) if kind[0] == "cpu" else first_difference_of_tensors(pairs)
 
-
-def first_difference_of_tensors(pairs: Sequence[tuple[Any, Any]]) -> Difference | None:
-    """Compare pairs of tensors of bytes on their device, which is waited for once."""
-    import torch
-
-    differ = torch.stack([(mine != theirs).any() for mine, theirs in pairs]).tolist()
-    if True not in differ:
-        return None
-    mine, theirs = pairs[piece := differ.index(True)]
-    at = int((mine != theirs).nonzero()[0])
-    return Difference(piece, *(bytes(each[at : at + SHOWN].tolist()) for each in (mine, theirs)))
-
-
-def _on_gpu(memory: Memory) -> Any:
-    import torch
-
-    interface = {"shape": (memory.length,), "typestr": "|u1", "data": (memory.base, False), "version": 3}
-    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=f"cuda:{memory.device}")
+    def _is_same(self, look: Look) -> bool:
+        """Compare host memory in place, which takes a tenth of the time of numpy's comparison."""
+        theirs = self.of(look).base + look.place * PLACE_BYTES
+        for memory, offset, length in look.ranges(0).tolist():
+            if _memcmp(self._bases[memory] + offset, theirs, length):
+                return False
+            theirs += length
+        return True

@@ -1,0 +1,201 @@
+"""Measure what a second look costs, and what it finds: `python -m scripts.bench look --help`.
+
+- `pulls`: latency of a pull between two processes on this host, with and without a second look (1 MiB), by turns. One
+  block holds 8 KiB.
+- `writer`: the owner lends a request of 16 MiB as written, and goes on writing its blocks, one after another, for 2 ms.
+  A pull finds that, or publishes old bytes, or comes late enough to get the right ones.
+- `flipped`: one byte of 16 MiB changes between the two reads, of which the second reads all. A hook holds that back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from io import StringIO
+from json import dumps
+from typing import Annotated, Any, Self
+
+import msgspec
+import numpy as np
+import typer
+
+from asynckv import BytesDiffer, Engine, EngineConfig, LeaseConfig, LogConfig, PrefillRanks, configure_logging
+from asynckv.config import PullConfig
+from asynckv.core.types import Endpoint
+from asynckv.edges.nic.agent import Agent
+from asynckv.edges.sharing import shared_memory
+from asynckv.layout import register_memory
+from asynckv.tools.bench import garbage
+from asynckv.tools.bench.processes import Failure
+from asynckv.tools.plan.layouts import model_layout, with_addresses
+from asynckv.tools.plan.models import Heads, Model
+from scripts import command
+from tests.lab.fleet import Fleet
+
+BLOCKS, TOKENS, WRITES_S = 2048, 16, 0.002
+SIZES = {"8 KiB": 1, "16 MiB": BLOCKS}
+GOAL = 1.15
+PATIENCE_S = 30.0
+
+
+class Side(Engine):
+    """An engine of one layer and one KV head, with its memory."""
+
+    def __init__(self, engine_id: str, **pull: Any) -> None:
+        layout = model_layout(Model("look", (Heads(1, 128),)), num_blocks=BLOCKS, block_size=TOKENS)
+        self.array = np.frombuffer(shared_memory(layout.memories[0].length), np.uint8)
+        self.array[:] = 0
+        config = EngineConfig(
+            engine_id=engine_id,
+            lease=LeaseConfig(lease_s=600.0),
+            log=LogConfig(successes_per_s=0.0, slow_per_s=0.0, held_fraction=0.0),
+            pull=PullConfig(**pull),
+        )
+        super().__init__(config, register_memory(with_addresses(layout, [self.array.ctypes.data]), (self.array,)))
+
+
+class Owner:
+    """The process that lends."""
+
+    def __init__(self) -> None:
+        self._side, self._writer = Side("owner"), threading.Thread()
+
+    async def __aenter__(self) -> Self:
+        await self._side.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._side.aclose()
+
+    def endpoint(self) -> Any:
+        return msgspec.to_builtins(self._side.endpoint)
+
+    def lend(self, params: dict[str, Any]) -> None:
+        self._side.lend(params)
+
+    def write(self, value: int) -> None:
+        """Write all blocks on another thread, keys and values, and return when it begins."""
+        began = threading.Event()
+
+        def write() -> None:
+            blocks = self._side.array.reshape(2, 64, -1)
+            began.set()
+            first = time.perf_counter()
+            for number in range(64):
+                while time.perf_counter() < first + WRITES_S * number / 64:
+                    time.sleep(0)
+                blocks[:, number] = value
+
+        self._writer.join() if self._writer.ident else None
+        self._writer = threading.Thread(target=write)
+        self._writer.start()
+        began.wait()
+
+    def wait(self) -> None:
+        self._writer.join()
+
+
+async def pull(side: Engine, group: PrefillRanks, lend: Any, name: str, blocks: int = BLOCKS) -> float:
+    ids = list(range(blocks))
+    params = group.make_params(name, [(0, ids)], TOKENS * blocks, written=True)
+    await lend(params)
+    began = time.perf_counter()
+    await side.pull(name, [(0, ids)], params, timeout_s=PATIENCE_S)
+    return time.perf_counter() - began
+
+
+async def between_processes(rounds: int, requests: int, pulls: int) -> dict[str, Any]:
+    """Return medians of each round in microseconds, and their ratios; then what is found of an owner that writes on."""
+    found, outcomes = dict[str, Any](), Counter[str]()
+    async with Fleet() as fleet, Side("plain") as plain, Side("looks", second_look=1.0) as looks:
+        owner = await fleet.start("owner", "scripts.bench.look:Owner")
+        group = PrefillRanks("owner", [msgspec.convert(await owner.ask("endpoint"), Endpoint)])
+
+        async def lend(params: dict[str, Any]) -> None:
+            await owner.ask("lend", params=params)
+
+        for size, blocks in SIZES.items():
+            p50: dict[Side, list[float]] = {plain: [], looks: []}
+            for number in range(rounds + 1):
+                seconds: dict[Side, list[float]] = {plain: [], looks: []}
+                for i in range(requests):
+                    for side in (plain, looks) if i % 2 else (looks, plain):
+                        seconds[side].append(await pull(side, group, lend, f"{size}.{number}.{i}", blocks))
+                for side, every in seconds.items() if number else ():  # the first round makes connections
+                    p50[side].append(round(1e6 * statistics.median(every), 1))
+            ratios = [round(b / a, 3) for a, b in zip(*p50.values(), strict=True)]
+            found[size] = {"plain_p50_us": p50[plain], "looks_p50_us": p50[looks], "ratios": ratios}
+            found[size] |= {"ratio": statistics.median(ratios), "goal": GOAL}
+
+        async def lend_too_early(params: dict[str, Any]) -> None:
+            await asyncio.gather(owner.ask("write", value=value), lend(params))
+
+        for i in range(pulls):
+            value = i % 255 + 1
+            try:
+                await pull(looks, group, lend_too_early, f"writer.{i}")
+                outcomes["right" if (looks.array == value).all() else "published"] += 1
+            except BytesDiffer:
+                outcomes["found"] += 1
+            await owner.ask("wait")
+    return {"pulls": found, "writer": dict(outcomes)}
+
+
+async def flipped(pulls: int) -> dict[str, int]:
+    """Return how many pulls of 16 MiB find one byte that changes between their two reads."""
+    honest, changes, found = Agent._post_look, list[int](), 0
+    async with Side("prefill") as owner, Side("decode", second_look=1.0, second_look_bytes="all") as reader:
+
+        def post(self: Agent, *args: Any) -> Any:
+            while changes:
+                owner.array[changes.pop()] ^= 1
+            return honest(self, *args)
+
+        async def lend(params: dict[str, Any]) -> None:
+            owner.lend(params)
+
+        Agent._post_look = post  # type: ignore[method-assign, assignment]
+        group = PrefillRanks("prefill", [owner.endpoint])
+        for i in range(pulls):
+            changes.append(random.randrange(len(owner.array)))
+            try:
+                await pull(reader, group, lend, f"flipped.{i}")
+            except BytesDiffer:
+                found += 1
+        Agent._post_look = honest  # type: ignore[method-assign]
+    return {"pulls": pulls, "found": found}
+
+
+def look(
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Rounds of pulls of each size.")] = 7,
+    requests: Annotated[int, typer.Option(min=1, max=1000, help="Pulls of each kind in a round.")] = 60,
+    pulls: Annotated[int, typer.Option(min=1, max=100_000, help="Pulls of an owner that goes on writing.")] = 1000,
+    flips: Annotated[int, typer.Option(min=1, max=100_000, help="Pulls in which one byte changes.")] = 200,
+    json: command.Json = "-",
+) -> int:
+    """Measure what a second look costs, and what it finds."""
+    garbage.settle()
+    configure_logging("error", stream=StringIO())  # each difference is logged
+    with command.output(json) as out:
+        try:
+            found = asyncio.run(between_processes(rounds, requests, pulls))
+            found["flipped"] = asyncio.run(flipped(flips))
+        except (Failure, TimeoutError) as exc:
+            print(f"look: the owner's process was lost: {exc!r}", file=sys.stderr)
+            return 1
+        print(dumps(found), file=out)
+    return 0
+
+
+EPILOG = """
+`ratios` has the median of each round with a second look, by that without; `ratio` is their median, which `goal` limits.
+Of `writer`, `published` counts the pulls that completed with bytes that were written over later.
+
+[bold]Exit status[/bold]  0 measured, 1 a process was lost, 2 bad input, 130 Ctrl-C
+"""
+main = command.script(look, EPILOG)
