@@ -45,6 +45,11 @@ def test_hundreds_of_services_keep_every_promise() -> None:
         "recall.moving",
         "recall.landed",
         "recall.after",
+        "scribbles",
+        "flips.read",
+        "flips.look",
+        "looks.differ",
+        "writes.behind",
     ):
         assert found.counts[what] > 0
     assert {kind for kind in FAULTS if found.counts[f"fault.{kind}"]} == set(FAULTS)
@@ -102,6 +107,33 @@ def test_a_reader_that_knows_of_no_recall_is_refused_and_believes_nothing() -> N
     assert counts["pull.blocks_differ"] > 20
 
 
+CHANGED = {"scribble", "flip"}
+
+
+def test_readers_look_twice_in_a_third_of_all_scripts_and_bytes_change_in_no_other() -> None:
+    scripts = [make_script(seed) for seed in range(1000)]
+    before = [make_script(seed, [kind for kind in FAULTS if kind not in CHANGED]) for seed in range(1000)]
+    looks = [script.looks is not None for script in scripts]
+    assert 270 < sum(looks) < 400
+    assert all(script == other for script, other, may in zip(scripts, before, looks, strict=True) if not may)
+    assert 60 < sum(bool({fault.kind for fault in script.faults} & CHANGED) for script in scripts) < 200
+    assert not any({fault.kind for fault in script.faults} & CHANGED for script in before)
+
+
+def test_no_look_finds_a_difference_where_nothing_changes_what_is_lent() -> None:
+    counts = Counter[str]()
+    for seed in range(200):
+        script = make_script(seed, [kind for kind in FAULTS if kind not in CHANGED])
+        if script.looks is not None and script.goes_on:
+            found = play(script)
+            assert found.violation == ""
+            counts += found.counts
+    assert counts["writes.behind"] > 1000
+    assert counts["recall.moving"] > 0
+    assert counts["pull.complete"] > 100
+    assert counts["pull.differs"] == 0
+
+
 def digest(seed: int) -> str:
     outcome = simulate(seed)
     return hashlib.sha256("\n".join(outcome.events(1 << 30)).encode()).hexdigest()
@@ -145,6 +177,9 @@ SEEN = {
     "copies_are_told_of_before_they_are_made": 7,
     "copies_make_way_at_once": 7,
     "copies_stay_after_their_grants": 7,
+    "differences_are_judged_before_the_proof": 7,
+    "differences_are_published": 11,
+    "differences_are_tried_again": 14,
     "discharging_does_nothing": 25,
     "draining_forgets_who_is_left": 36,
     "draining_lends": 86,
@@ -158,6 +193,9 @@ SEEN = {
     "grants_are_used_to_their_last_moment": 22,
     "grants_lapse_a_moment_early": 57,
     "grants_lapse_early": 32,
+    "looks_are_compared_with_themselves": 11,
+    "looks_go_beyond_the_tokens_that_are_lent": 7,
+    "looks_read_the_packed_copy": 11,
     "more_is_promised_than_is_kept": 22,
     "more_read_than_are_admitted": 83,
     "no_pause_between_handshakes": 7,
@@ -176,14 +214,18 @@ SEEN = {
     "revoking_does_nothing": 127,
     "sharing_ranks_are_owed_by_few": 10,
     "sharing_ranks_are_released_by_few": 10,
+    "samples_lack_a_part": 24,
+    "samples_lack_the_last_tokens": 24,
     "skipped_ranks_hear_nothing": 25,
     "skipped_ranks_hear_our_own_id": 26,
     "sleep_breaks_promises": 9,
     "sleep_does_not_end_the_agent": 76,
     "strikes_off_all_attempts_of_a_rank": 24,
     "the_deadline_is_forgotten": 21,
+    "the_proof_leaves_out_the_look": 108,
     "tokens_are_not_compared": 4,
     "trusts_an_exception": 14,
+    "what_is_read_again_is_not_looked_at_again": 7,
     "what_was_withdrawn_may_be_lent": 6,
     "whoever_has_not_spoken_up_is_not_owed": 8,
     "whoever_is_late_was_told_to_wait": 29,
