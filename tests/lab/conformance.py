@@ -10,6 +10,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import anyio
 import numpy as np
@@ -19,8 +20,11 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.edges.sharing import shared_memory
 from asynckv.errors import BackendError
+from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.layout import Group, Layout, Memory, attention_view
+from asynckv.geometry.look import Differing, differing, looks
 from asynckv.geometry.match import assign
+from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.tables import DescTable, PeerTables, Span
 from asynckv.ports import AgentInfo, ControlPlane, DataPlane
@@ -215,6 +219,30 @@ async def check_data_plane(make: Callable[[str], DataPlane], *, shared: bool = F
         # One name is one agent: what comes under a name that is taken changes nothing.
         await _refused(reader, AgentInfo("owner", agent.metadata + b"x"), theirs, "other metadata under a known name")
 
+        # A look finds what has changed since, below the number of tokens, and writes nothing of ours.
+        lists = BlockLists([(0, local.astype(np.int64))], [BlockRuns(0, ((5, 2), (0, 1)))], 2 * TOKENS + 2)
+        theirs_by_token = owner.arrays[1].reshape(BLOCKS, HEADS, 2, TOKENS, DIM * 2)
+        kept = [array.copy() for array in reader.arrays]
+
+        async def look(first: int) -> list[Differing]:
+            found = []
+            for number, each in enumerate(looks(peer, lists, None, 0, 1 << 20, 512)):
+                posted = reader.plane.post_read(TransferId(first + number), "owner", replace(each, place=number))
+                (ended,) = [posted] if posted is not None else await _until(sides, 1)
+                assert ended._replace(difference=None) == TransferEnded(TransferId(first + number), Ending.DONE)
+                found += [differing(peer, lists, each, ended.difference)] if ended.difference is not None else []
+            assert all((array == before).all() for array, before in zip(reader.arrays, kept, strict=True))
+            return found
+
+        assert await look(100) == []
+        theirs_by_token[0, :, :, 2:] ^= 1
+        assert await look(200) == [], "the owner goes on behind the tokens that it has lent"
+        theirs_by_token[0, 1, 1, 1, 3] ^= 1
+        (found,) = await look(300)
+        assert (found.layer, found.part, found.first_token, found.num_tokens) == ("1", "v", 2 * TOKENS, 2)
+        assert int(found.read[:2], 16) ^ int(found.seen[:2], 16) == 1
+        reads = reader.plane.statistics()["posts"]
+
         # News comes once per transfer, for many as for one.
         posted = [
             reader.plane.post_read(
@@ -232,7 +260,7 @@ async def check_data_plane(make: Callable[[str], DataPlane], *, shared: bool = F
         assert reader.plane.poll() == []
         assert reader.blocks(orders[0], list(range(BLOCKS))) == owner.blocks(orders[1], list(range(BLOCKS))[::-1])
         assert reader.plane.statistics()["running"] == 0
-        assert reader.plane.statistics()["posts"] == 2 + BLOCKS
+        assert reader.plane.statistics()["posts"] == reads + BLOCKS
 
         # A table is known by itself: neither by its number, nor by where in memory a former one lay.
         for number in range(20, 40):

@@ -33,11 +33,13 @@ async def test_simulated_data_plane() -> None:
 async def test_nixl_data_plane(posting_threads: int) -> None:
     """With posting threads every read is bulk."""
     config = NixlConfig(posting_threads=posting_threads, bulk_bytes=1)
-    await check_data_plane(lambda name: NixlPlane(config, name))
+    await check_data_plane(lambda name: NixlPlane(config, name, looks=True))
 
 
 @pytest.mark.nixl
 @pytest.mark.slow
 async def test_nixl_data_plane_that_is_served_by_a_process_of_its_own() -> None:
     config = NixlConfig(posting_threads=0)
-    await check_data_plane(lambda name: ServingPlane(config, name, NixlPlane(config, f"{name}-reads")), shared=True)
+    await check_data_plane(
+        lambda name: ServingPlane(config, name, NixlPlane(config, f"{name}-reads", looks=True)), shared=True
+    )
