@@ -28,13 +28,14 @@ NOT_SEEN = -1
 @contextmanager
 def few_places(looks: Looks | None) -> Iterator[None]:
     """Let as many looks of a rank run at a time as a service has them."""
-    before = decode_module.NUM_PLACES
+    module = vars(decode_module)
+    before = module["NUM_PLACES"]
     if looks is not None:
-        decode_module.NUM_PLACES = looks.num_places
+        module["NUM_PLACES"] = looks.num_places
     try:
         yield
     finally:
-        decode_module.NUM_PLACES = before
+        module["NUM_PLACES"] = before
 
 
 def coordinates(view: Bytes, memory: Bytes) -> Ints:

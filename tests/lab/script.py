@@ -407,8 +407,8 @@ def _looked(rng: random.Random, script: Script, kinds: Sequence[str]) -> Script:
     """Let readers of a third of all scripts look twice. In half of these, bytes change that should not."""
     if rng.random() < (0.5 if script.is_packed else 0.7):
         return script
-    share, most = rng.choice([1.0, 1.0, 1.0, 1.0, 0.3]), rng.choice(["all", "all", "all", 1, 100, 400])
-    looks = Looks(share, most, rng.choice([8, 8, 3]))
+    odds: list[int | Literal["all"]] = ["all", "all", "all", 1, 100, 400]
+    looks = Looks(rng.choice([1.0, 1.0, 1.0, 1.0, 0.3]), rng.choice(odds), rng.choice([8, 8, 3]))
     is_alone = bool(script.faults) and (script.is_only_hostile or bool(script.spared))
     # Looks take many small transfers, which would not fit into any deadline if each were as slow as it may be.
     script = replace(script, looks=looks, goes_on=rng.random() < 0.6, data=min(script.data, 30))
