@@ -29,7 +29,7 @@ from asynckv.core.types import Address, ReplyTo, TransferId
 from asynckv.errors import BackendError
 from asynckv.geometry.gather import Gathered, Packing
 from asynckv.geometry.layout import Memory
-from asynckv.geometry.look import Difference, Look, first_difference
+from asynckv.geometry.look import NUM_PLACES, PLACE_BYTES, Difference, Look, first_difference
 from asynckv.geometry.plan import ReadRequest
 from asynckv.geometry.staging import Box, ReadCosts
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, CopyMade, DataNews
@@ -211,7 +211,7 @@ class Nic:
         self.starts = self.ends = self.posts = 0
         self.costs: ReadCosts | None = None  # costs of its reads; None if it stages none
         self.packing: Packing | None = None
-        self._copies = np.empty(0, np.uint8)
+        self._copies = self._places = np.empty(0, np.uint8)
         self._base_name, self._given = name, arrays
         self._news: list[DataNews] = []
         self._on_ready: Callable[[], None] = lambda: None
@@ -343,14 +343,17 @@ class Nic:
         return Transfer(transfer_id, owner, name, pieces, spots, [], [], owner.ends)
 
     def _prepare_look(self, transfer_id: TransferId, name: str, remote: _Remote, look: Look) -> Transfer:
-        pieces, ours = [], []
+        pieces, ours, at = [], [], look.place * PLACE_BYTES
+        if not len(self._places):
+            self._places = np.empty(NUM_PLACES * PLACE_BYTES, np.uint8)
         for memory, offset, far, behind, length in look.pieces[:, :5].tolist():
             source, begin = remote.nic._registered(remote.memories[far])
             mine, theirs = self.arrays[memory][offset : offset + length], source[begin + behind :][:length]
             if len(mine) != length or len(theirs) != length:
                 raise Violation(f"{self.host} looks outside of registered memory")
-            pieces.append((np.empty(length, np.uint8), theirs))
+            pieces.append((self._places[at : at + length], theirs))
             ours.append(mine)
+            at += length
         return Transfer(transfer_id, remote.nic, name, pieces, [], [], [], remote.nic.ends, ours=ours)
 
     def _registered(self, told: Memory) -> tuple[Bytes, int]:

@@ -24,10 +24,12 @@ from asynckv.config import PullConfig
 from asynckv.core import attempts, routes, wire
 from asynckv.core import lease as lease_module
 from asynckv.core.copies import Copies
+from asynckv.core.decode import DecodeSide
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import WHEN, Lease, LeaseState
 from asynckv.core.ledger import Ledger
 from asynckv.core.pull import Pull
+from asynckv.core.slots import Slots
 from asynckv.core.source import Blame, Source
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Key, Outcome, Reason, ReplyTo, TransferId
@@ -935,6 +937,37 @@ def looks_go_beyond_the_tokens_that_are_lent(patch: pytest.MonkeyPatch) -> None:
         return honest(self, *args)
 
     patch.setattr(BlockLists, "pairs", pairs)
+
+
+@inside()
+def looks_that_hang_give_back_their_places(patch: pytest.MonkeyPatch) -> None:
+    """Another look uses the place of one that may still write it."""
+    ended, give_back = DecodeSide.ended, Slots.give_back
+
+    def gives_back(self: Slots[Any], user: Any) -> None:
+        if user in self._in_use:
+            give_back(self, user)
+
+    def rigged(self: DecodeSide, transfer_ended: TransferEnded, *args: Any) -> None:
+        ended(self, transfer_ended, *args)
+        gives_back(self._places, transfer_ended.transfer_id)
+
+    patch.setattr(Slots, "give_back", gives_back)
+    patch.setattr(DecodeSide, "ended", rigged)
+
+
+@inside()
+def looks_that_hang_hold_blocks(patch: pytest.MonkeyPatch) -> None:
+    """A look in doubt counts as a read that may still write the blocks."""
+    ended = DecodeSide.ended
+
+    def rigged(self: DecodeSide, transfer_ended: TransferEnded, *args: Any) -> None:
+        transfer = self.transfers.get(transfer_ended.transfer_id)
+        if transfer is not None and isinstance(transfer.read, Look) and transfer_ended.ending is Ending.IN_DOUBT:
+            transfer.source.doubtful.add(TransferId(-1))
+        ended(self, transfer_ended, *args)
+
+    patch.setattr(DecodeSide, "ended", rigged)
 
 
 @inside()

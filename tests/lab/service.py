@@ -386,6 +386,9 @@ class _Rank(StagedRank):
         if self.service.script.looks is not None:
             filling = self.fillings[mine.request_id]
             self.filled[int(transfer.transfer_id)] = filling, filling.posts(mine)
+            for other in self.data.running.values() if transfer.ours else ():
+                if other.ours and not other.is_dead and np.shares_memory(other.pieces[0][0], transfer.pieces[0][0]):
+                    self.service.world.violate(f"two looks of {self.process.name} are read into one place at a time")
         if not self.service.wire.has_asked(self.process, f"sim://{owner}", mine.pull_id):
             self.service.world.violate(f"{self.process.name} reads for {mine.request_id} before it claims from {owner}")
         self.service.wire.posted(self.process, *self.reads[int(transfer.transfer_id)])
@@ -1562,6 +1565,10 @@ class Attempt:
             except BlocksRetired:
                 self._waited()
                 self.service.outcomes["blocks.retired"] += 1
+                filled, running = self.rank.filled, self.rank.data.running.values()
+                hanging = [filled[int(t.transfer_id)][0] for t in running if filled and t.spots and not t.is_over]
+                if filled and not any(filling.lent is self.lent for filling in hanging):
+                    self._violate("lost its blocks, though no read of it hangs")
                 self.service.world.note(self.rank.name, "blocks retired", self.lent.ask.number)
                 return False
         self._waited()
