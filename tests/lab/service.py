@@ -812,10 +812,10 @@ class Service(Stage):
                 for source in pull.sources:
                     if pull.params.key != lent.key or pull.reason is not None or source.address != f"sim://{rank.name}":
                         continue
-                    met |= {"moving"} if source.running else set()
-                    met |= (
-                        {"proven" if source.proven else "landed"} if source.has_landed and source.bytes_read else set()
-                    )
+                    if source.running:
+                        met.add("moving")
+                    elif source.has_landed and source.bytes_read:
+                        met.add("proven" if source.proven else "landed")
         self.outcomes.update(f"recall.{what}" for what in met)
 
     def _taken_back(self, rank: _Rank, process: Process, lent: _Lent, kept: Set[int]) -> None:
