@@ -112,10 +112,11 @@ class _Strip(NamedTuple):
     def pieces(self, number: Int64s, begin: Int64s | int, most: int) -> Int64s:
         """Return pieces by their numbers, at most `most` bytes of each, from `begin` on."""
         row, column = np.divmod(number, len(self.local))
-        rows, mine, theirs = self.rows[row], self.local[column].astype(np.int64), self.remote[column].astype(np.int64)
-        here, there = rows[:, 1] + mine * rows[:, 2] + begin, rows[:, 4] + theirs * rows[:, 5] + begin
-        lengths = np.minimum(rows[:, 6] - begin, most)
-        return np.stack((rows[:, 0], here, rows[:, 3], there, lengths, self.shares[row], mine), axis=1)
+        rows, pieces, mine = self.rows[row].T, np.empty((7, len(number)), np.int64), self.local[column]
+        pieces[0], pieces[1] = rows[0], rows[1] + mine * rows[2] + begin
+        pieces[2], pieces[3] = rows[3], rows[4] + self.remote[column] * rows[5] + begin
+        pieces[4], pieces[5], pieces[6] = np.minimum(self.length - begin, most), self.shares[row], mine
+        return pieces.T
 
 
 def looks(
