@@ -8,6 +8,7 @@ compared, because the owner may write its next tokens there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -138,15 +139,17 @@ def looks(
     }
     sizes = {pair: sum(strip.num_pieces * strip.length for strip in some) for pair, some in strips.items()}
     total = sum(sizes.values())
+    found = list[tuple[GroupPair, Iterable[Int64s]]]()
     for pair, some in strips.items():
-        chosen: Iterable[Int64s] = (pieces for strip in some for pieces in _all(strip))
+        chosen: Iterable[Int64s] = itertools.chain.from_iterable(map(_all, some))
         if most is not None and some:
             part = min(most, total) * sizes[pair] // total
             runs = RUNS * -(-part // PLACE_BYTES)
             is_few = part == sizes[pair] and sum(strip.num_pieces for strip in some) <= runs * RUN
             chosen = [np.concatenate(list(chosen)) if is_few else _sample(pair, lists, some, part, runs, seed)]
-        for pieces in chosen:
-            yield from _in_places(pair, pieces, min(max_bytes, PLACE_BYTES), max_pieces)
+        found.append((pair, chosen))
+    budget = min(max_bytes, PLACE_BYTES), max_pieces
+    return (look for pair, chosen in found for pieces in chosen for look in _in_places(pair, pieces, *budget))
 
 
 def differing(tables: PeerTables, lists: BlockLists, look: Look, found: Difference) -> Differing:
