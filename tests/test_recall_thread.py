@@ -251,13 +251,25 @@ def test_a_recall_after_the_end_returns_the_promises_that_the_end_cut_short(owne
     marked, plain = lent_to_a_reader(owner)
     apart = lend(owner, "r3", [7, 8, 9, 10], recall=False)
     with Reader(owner, marked, plain, apart):
-        assert {hold.request_id for hold in owner.close(LAST_S)} == {"r2", "r3"}
+        assert {hold.request_id for hold in owner.close(LAST_S)} == {"r1", "r2", "r3"}
         (hold,) = owner.recall([marked])
         assert (hold.request_id, hold.blocks, hold.left_s > 0) == ("r2", {0: (2, 3)}, True)
 
 
 def end() -> None:
     raise SystemExit("enough")
+
+
+def test_a_recall_during_an_end_that_crashes_returns_the_blocks_that_another_grant_keeps(owner: EngineThread) -> None:
+    marked, plain = lent_to_a_reader(owner)
+    with Reader(owner, marked, plain), ThreadPoolExecutor() as pool:
+        closing = pool.submit(owner.close, 2 * PATIENCE_S)
+        while owner.engine._driver.core.prefill.closed_as != "closed":
+            time.sleep(0)
+        on_loop(owner, end)
+        assert named(owner.recall([marked], PATIENCE_S)) == [("r2", {0: (2, 3)})]
+    with pytest.raises(SystemExit):
+        closing.result(PATIENCE_S)
 
 
 def test_a_recall_after_a_crash_that_ends_the_engine_in_order_returns(owner: EngineThread) -> None:

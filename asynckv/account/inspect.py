@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -211,11 +211,15 @@ class Inspector:
         """Return the holders of blocks, and the requests that wait for another attempt at filling theirs."""
         return self._holds(self._ledger, now) + self.between_attempts(now)
 
-    def sharing(self, requests: Iterable[KVTransferParams], now: float) -> tuple[HeldBlocks, ...]:
-        """Return the holders of blocks that these requests name, and of each only those blocks."""
-        return self._holds(self._ledger.shared(params.groups for params in requests), now)
+    def sharing(self, requests: Collection[KVTransferParams], now: float) -> tuple[HeldBlocks, ...]:
+        """Return other holders of blocks that these requests name, and of each only those blocks."""
+        own = {params.key.token for params in requests}  # held on if the engine has ended, and granted no more
+        shared = self._ledger.shared(params.groups for params in requests)
+        return self._holds([hold for hold in shared if hold.holder not in own], now)
 
-    def _holds(self, holdings: Iterable[Holding], now: float) -> tuple[HeldBlocks, ...]:
+    def _holds(self, holdings: Collection[Holding] | Ledger, now: float) -> tuple[HeldBlocks, ...]:
+        if not holdings:
+            return ()
         leases = {key.token: lease for key, lease in self._prefill.leases.items()}
         pulls, occupants = self._decode.pulls, self._ledger.occupants
         return tuple(

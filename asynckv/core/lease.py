@@ -8,7 +8,7 @@ decide everything:
   yet is owed too (`*` in lists). A message that is repeated, late or forged changes nothing.
 - **grants**: for each pull, the deadline until which the blocks are promised. Revoking only stops new grants. The
   blocks return when the holders release, or after the last granted deadline. No grant is ever shortened, except that
-  revoking a request that may be *recalled* drops all of its grants.
+  a *recall* drops all grants of a request that was lent for this.
 - **final**: the pulls that have released. A reader is struck off only by an attempt that is not tried again.
 
 No lease outlives `max_lease_s`. A lease expires before `lease_s` only if all readers that it waits for are *gone*:
@@ -35,6 +35,7 @@ from asynckv.geometry.bounds import BlockRuns, Int64s
 from asynckv.geometry.match import owed_readers
 
 NOWHERE = ReplyTo(b"")
+RECALL = "recall"  # why blocks are taken back at once
 MAX_READERS = 4096
 MAX_WAYS = 4
 """Connections that are remembered for one attempt of a reader, because repeats may come over another connection."""
@@ -298,12 +299,12 @@ class Lease:
         return grant if self.keys.get(grant.reader, proven) == proven else None
 
     def revoke(self, now: float, by: str = "caller") -> Effects:
-        """Stop granting. The blocks return when no grant runs any more, or at once if the request may be recalled. `by`
-        is a word for people.
+        """Stop granting. The blocks return when no grant runs any more, or at once if `by` is `RECALL`, which only a
+        request that may be recalled allows. `by` is a word for people.
         """
         after = ON_EVENT[self.state].get(Revoke) or self._impossible(Revoke)
-        self.revoked_by = self.revoked_by or by
-        if self.lent.recall:
+        self.revoked_by = by if by == RECALL else self.revoked_by or by
+        if by == RECALL:
             # Readers trust only what they confirm after their read, and nothing is confirmed from now on.
             self._note(now, notes.Recalled(len(self.grants)))
             self.grants.clear()

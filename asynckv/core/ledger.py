@@ -14,7 +14,6 @@ from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 from msgspec import Struct
 
 from asynckv.errors import LocalProtocolError
@@ -160,24 +159,21 @@ class Ledger:
 
     def shared(self, requests: Iterable[Sequence[BlockRuns]]) -> list[Holding]:
         """Return the holdings of blocks that lists name (one per group), and of each only those blocks."""
-        named = self.named(requests)
-        if not any((x & ((self._lent[g] > 0) | self._writing[g])).any() for g, x in enumerate(named)):
-            return []
-        return [
-            msgspec.structs.replace(holding, blocks=blocks)
-            for holding in self._holdings.values()
-            if (blocks := {g: some for g, ids in holding.blocks.items() if len(some := ids[named[g][ids]])})
-        ]
-
-    def named(self, requests: Iterable[Sequence[BlockRuns]]) -> list[npt.NDArray[np.bool_]]:
-        """Return, per group, which blocks some lists name in its pool."""
-        by_pool = {p: np.zeros(len(self._lent[p]), np.bool_) for p in self._pools}
+        named = {p: np.zeros(len(self._lent[p]), np.bool_) for p in self._pools}
         for groups in requests:
             for pool, listed in zip(self._pools, groups, strict=False):
                 for first, count in listed.runs:
                     if first != NULL:
-                        by_pool[pool][first : first + count] = True
-        return [by_pool[p] for p in self._pools]
+                        named[pool][first : first + count] = True
+        if not any((x & ((self._lent[p] > 0) | self._writing[p])).any() for p, x in named.items()):
+            return []
+        return [
+            msgspec.structs.replace(holding, blocks=blocks)
+            for holding in self._holdings.values()
+            if (
+                blocks := {g: some for g, ids in holding.blocks.items() if len(some := ids[named[self._pools[g]][ids]])}
+            )
+        ]
 
     def holders_of(self, group: int, block: int) -> list[Holding]:
         groups = [g for g, pool in enumerate(self._pools) if pool == self._pools[group]]

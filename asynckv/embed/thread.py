@@ -377,17 +377,11 @@ class EngineThread:
                 f"the recall was not carried out within {timeout_s:g} s, and stays ordered: write none of these blocks "
                 f"before another recall of them has returned{self._whereabouts()}"
             ) from None
-        return self._cut_short_of(found) if others is None else others
+        if others is None:  # nothing grants any more, but grants to others may still be relied on
+            others = self.engine._driver.inspect.sharing(found, self.engine._clock.now())
+        return others
 
     # -- for other threads -------------------------------------------------------------------------
-
-    def _cut_short_of(self, requests: Iterable[KVTransferParams]) -> tuple[HeldBlocks, ...]:
-        named = self.engine._driver.core.ledger.named(params.groups for params in requests)
-        return tuple(
-            replace(hold, blocks=blocks)
-            for hold in self._cut_short
-            if (blocks := {g: some for g, ids in hold.blocks.items() if (some := tuple(b for b in ids if named[g][b]))})
-        )
 
     def _wake(self) -> None:
         """Wake the loop, unless an earlier wake-up is still pending."""
@@ -541,7 +535,7 @@ class EngineThread:
             self._main.cancel()
         elif self._is_ending:
             # A caller with less time than earlier callers shortens the wait.
-            self._hurrying = asyncio.get_running_loop().create_task(self._hurry(timeout_s))
+            self._hurrying = self._main.get_loop().create_task(self._hurry(timeout_s))
         else:
             self._close_s = min(self._close_s, timeout_s) if self._ask.is_set() else timeout_s
             self._ask.set()
