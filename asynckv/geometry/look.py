@@ -68,13 +68,11 @@ class Difference(NamedTuple):
 
 def first_difference(pairs: Iterable[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]) -> Difference | None:
     """Compare pairs of arrays of bytes."""
-    ours, theirs = zip(*pairs, strict=True)
-    if not (differ := np.flatnonzero(np.concatenate(ours) != np.concatenate(theirs))).size:
-        return None
-    ends = np.cumsum([len(piece) for piece in ours])
-    piece = int(np.searchsorted(ends, differ[0], side="right"))
-    shown = slice(at := int(differ[0] - ends[piece]) + len(ours[piece]), at + SHOWN)
-    return Difference(piece, ours[piece][shown].tobytes(), theirs[piece][shown].tobytes())
+    for piece, (mine, theirs) in enumerate(pairs):
+        if (at := np.flatnonzero(mine != theirs)).size:
+            shown = slice(int(at[0]), int(at[0]) + SHOWN)
+            return Difference(piece, mine[shown].tobytes(), theirs[shown].tobytes())
+    return None
 
 
 class Differing(NamedTuple):
