@@ -2,8 +2,8 @@
 
 - `pulls`: latency of a pull between two processes on this host, with and without a second look (1 MiB), by turns. One
   block holds 8 KiB, or 64 KiB.
-- `writer`: the owner lends a request of 16 MiB as written, and goes on writing its blocks, one after another, for 2 ms.
-  A pull finds that, or publishes old bytes, or comes late enough to get the right ones.
+- `writer`: the owner lends a request of 16 MiB as written, and goes on writing its blocks, one after another, for 2 ms,
+  while the pull begins. The pull finds that, or publishes old bytes, or is late enough to get the right ones.
 - `flipped`: one byte of 16 MiB changes between the two reads, of which the second reads all. A hook holds that back.
 """
 
@@ -149,16 +149,18 @@ async def written_on(pulls: int) -> dict[str, int]:
     outcomes = Counter[str]()
     async with pair(SMALL) as (_, looks, group, owner):
         for i in range(pulls):
-            value = i % 255 + 1
+            value, writing = i % 255 + 1, list[asyncio.Task[Any]]()
 
-            async def lend(params: dict[str, Any], value: int = value) -> None:
-                await asyncio.gather(owner.ask("write", value=value), owner.ask("lend", params=params))
+            async def lend(params: dict[str, Any], value: int = value, writing: list[Any] = writing) -> None:
+                await owner.ask("lend", params=params)
+                writing.append(asyncio.create_task(owner.ask("write", value=value)))
 
             try:
                 await pull(looks, group, lend, f"writer.{i}")
                 outcomes["right" if (looks.array == value).all() else "published"] += 1
             except BytesDiffer:
                 outcomes["found"] += 1
+            await writing[0]
             await owner.ask("wait")
     return dict(outcomes)
 
