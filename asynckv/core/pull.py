@@ -44,7 +44,7 @@ from asynckv.core.types import (
     members,
 )
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
-from asynckv.errors import LayoutError, LocalProtocolError
+from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.look import Difference, Look, differing, looks
 from asynckv.geometry.pairing import BlockLists
@@ -453,7 +453,7 @@ class Pull:
             source.plan = plan
             source.following = plan.posts(self.limits.max_post_bytes, self.limits.max_post_descriptors)
             source.next_read = next(source.following, None)
-            source.has_landed, source.has_looked = source.next_read is None, not self.looks
+            source.has_landed, source.looks = source.next_read is None, self._draw(source) if self.looks else None
             measures.num_bytes += plan.num_bytes
             measures.num_descriptors += plan.num_descriptors
             if source.next_read is None:
@@ -541,10 +541,8 @@ class Pull:
         source.has_landed = source.next_read is None and not source.running and not source.doubtful
         if is_done:
             source.bytes_read += num_bytes
-            if source.has_landed and not source.has_looked and self.failure is None:
+            if source.has_landed and source.looks is not None and self.failure is None:
                 self._look_again(source, now)
-                if self.failure is not None:
-                    after = ON_EVENT[self.state][E.TRANSFER_FAILED]
         if is_done and source.has_landed:
             source.done_at = self.measures.read_at = now
             source.nonce_when_done = max(source.nonces, default=0)
@@ -562,19 +560,20 @@ class Pull:
             self._effects.append(DO.RETURN)
         return self._settle(after, now)
 
-    def _look_again(self, source: Source, now: float) -> None:
-        """Begin the second look at all that a source has brought. It is part of the read, and proven with it."""
+    def _draw(self, source: Source) -> Iterator[Look]:
+        """Draw what is looked at again of a source, before it is read, because the caches are warm then."""
         assert source.tables is not None
         assert self.lists is not None
-        source.has_looked = True
         limits, seed = self.limits, int.from_bytes(f"{self.pull_id} {source.name}".encode(), "big")
         most = None if limits.second_look_bytes == "all" else limits.second_look_bytes
         budget = limits.max_post_bytes, limits.max_post_descriptors
-        source.following = looks(source.tables, self.lists, most, seed, *budget)
-        try:
-            source.next_read = next(source.following, None)
-        except LayoutError as exc:
-            self._fail(Reason.UNPLANNABLE, f"no second look at {source.where}: {exc}", now, Blame((source.name,)))
+        return looks(source.tables, self.lists, most, seed, *budget)
+
+    def _look_again(self, source: Source, now: float) -> None:
+        """Begin the second look at all that a source has brought. It is part of the read, and proven with it."""
+        assert source.looks is not None
+        source.following, source.looks = source.looks, None
+        source.next_read = next(source.following, None)
         source.has_landed = source.next_read is None
         self._effects.append(DO.POST)
 
@@ -781,7 +780,8 @@ class Pull:
         for source in self.sources:
             if source.was_early:
                 self._note(now, notes.ReadAgain(source.name))
-                source.restart(self.limits.max_post_bytes, self.limits.max_post_descriptors, looks=self.looks)
+                drawn = self._draw(source) if self.looks else None
+                source.restart(self.limits.max_post_bytes, self.limits.max_post_descriptors, looks=drawn)
                 self.measures.rereads += 1
 
     @property

@@ -92,7 +92,7 @@ class Source:
     plan: Plan | None = None
     next_read: ReadRequest | Look | None = None  # next read to post; None once everything is posted
     following: Iterator[ReadRequest | Look] = _NOTHING
-    has_looked: bool = True  # False while all that was read is still to be looked at again
+    looks: Iterator[Look] | None = None  # what is looked at again, once all has landed
     differs: Differing | None = None  # what a look has found; it counts once the read and the look are proven
     may_post: bool = False
     is_waiting: bool = False  # True while the source stands in the line of its peer (`core/flow.py`)
@@ -165,10 +165,10 @@ class Source:
 
     # -- reads -------------------------------------------------------------------------------------
 
-    def restart(self, max_bytes: int, max_descriptors: int, *, looks: bool) -> None:
+    def restart(self, max_bytes: int, max_descriptors: int, *, looks: Iterator[Look] | None) -> None:
         assert self.plan is not None
         self.first_posted_at, self.done_at, self.bytes_read = math.inf, NEVER, 0
-        self.has_looked, self.differs = not looks, None
+        self.looks, self.differs = looks or None, None
         self.lent_by = LONG_AGO  # already granted, so every read that begins from here on is late enough
         self.following = self.plan.posts(max_bytes, max_descriptors)
         self.next_read = next(self.following, None)

@@ -8,6 +8,7 @@ compared, because the owner may write its next tokens there.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -20,7 +21,7 @@ from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.tables import GroupPair, PeerTables
 
 PLACE_BYTES, NUM_PLACES = 1 << 20, 8
-END_BYTES, LEAST_BYTES = 32 << 10, 64  # most and least of the piece that stands for a part
+LEAST_BYTES = 64  # of a piece of a sample, if there are as many
 RUNS, RUN = 32, 8  # runs of pieces that are drawn per place, and most pieces of one; those of consecutive blocks touch
 MAX_PIECES = 2048  # of one look
 SHOWN = 16  # bytes of a difference that people see
@@ -51,6 +52,8 @@ class Look:
         """Return int64 `[ranges, 3]`, memory, offset and length here (0) or there (2), joined where pieces touch."""
         memory, offset, length = self.pieces[:, (side, side + 1, 4)].T
         follows = (memory[1:] == memory[:-1]) & (offset[1:] == offset[:-1] + length[:-1])
+        if not follows.any():
+            return self.pieces[:, (side, side + 1, 4)]
         heads = np.flatnonzero(np.append(True, ~follows))
         return np.stack((memory[heads], offset[heads], np.add.reduceat(length, heads)), axis=1)
 
@@ -65,13 +68,11 @@ class Difference(NamedTuple):
 
 def first_difference(pairs: Iterable[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]) -> Difference | None:
     """Compare pairs of arrays of bytes."""
-    ours, theirs = zip(*pairs, strict=True)
-    if not (differ := np.flatnonzero(np.concatenate(ours) != np.concatenate(theirs))).size:
-        return None
-    ends = np.cumsum([len(piece) for piece in ours])
-    piece = int(np.searchsorted(ends, differ[0], side="right"))
-    shown = slice(at := int(differ[0] - ends[piece]) + len(ours[piece]), at + SHOWN)
-    return Difference(piece, ours[piece][shown].tobytes(), theirs[piece][shown].tobytes())
+    for piece, (mine, theirs) in enumerate(pairs):
+        if (at := np.flatnonzero(mine != theirs)).size:
+            shown = slice(int(at[0]), int(at[0]) + SHOWN)
+            return Difference(piece, mine[shown].tobytes(), theirs[shown].tobytes())
+    return None
 
 
 class Differing(NamedTuple):
@@ -112,10 +113,11 @@ class _Strip(NamedTuple):
     def pieces(self, number: Int64s, begin: Int64s | int, most: int) -> Int64s:
         """Return pieces by their numbers, at most `most` bytes of each, from `begin` on."""
         row, column = np.divmod(number, len(self.local))
-        rows, mine, theirs = self.rows[row], self.local[column].astype(np.int64), self.remote[column].astype(np.int64)
-        here, there = rows[:, 1] + mine * rows[:, 2] + begin, rows[:, 4] + theirs * rows[:, 5] + begin
-        lengths = np.minimum(rows[:, 6] - begin, most)
-        return np.stack((rows[:, 0], here, rows[:, 3], there, lengths, self.shares[row], mine), axis=1)
+        rows, pieces, mine = self.rows[row].T, np.empty((7, len(number)), np.int64), self.local[column]
+        pieces[0], pieces[1] = rows[0], rows[1] + mine * rows[2] + begin
+        pieces[2], pieces[3] = rows[3], rows[4] + self.remote[column] * rows[5] + begin
+        pieces[4], pieces[5], pieces[6] = np.minimum(self.length - begin, most), self.shares[row], mine
+        return pieces.T
 
 
 def looks(
@@ -137,15 +139,17 @@ def looks(
     }
     sizes = {pair: sum(strip.num_pieces * strip.length for strip in some) for pair, some in strips.items()}
     total = sum(sizes.values())
+    found = list[tuple[GroupPair, Iterable[Int64s]]]()
     for pair, some in strips.items():
-        chosen: Iterable[Int64s] = (pieces for strip in some for pieces in _all(strip))
+        chosen: Iterable[Int64s] = itertools.chain.from_iterable(map(_all, some))
         if most is not None and some:
             part = min(most, total) * sizes[pair] // total
             runs = RUNS * -(-part // PLACE_BYTES)
             is_few = part == sizes[pair] and sum(strip.num_pieces for strip in some) <= runs * RUN
             chosen = [np.concatenate(list(chosen)) if is_few else _sample(pair, lists, some, part, runs, seed)]
-        for pieces in chosen:
-            yield from _in_places(pair, pieces, min(max_bytes, PLACE_BYTES), max_pieces)
+        found.append((pair, chosen))
+    budget = min(max_bytes, PLACE_BYTES), max_pieces
+    return (look for pair, chosen in found for pieces in chosen for look in _in_places(pair, pieces, *budget))
 
 
 def differing(tables: PeerTables, lists: BlockLists, look: Look, found: Difference) -> Differing:
@@ -179,23 +183,25 @@ def _all(strip: _Strip) -> Iterator[Int64s]:
 
 def _sample(pair: GroupPair, lists: BlockLists, strips: Sequence[_Strip], most: int, runs: int, seed: int) -> Int64s:
     """Take the end of a piece of each share, which has the last tokens that are read of it, and draw runs of pieces."""
-    last: dict[int, tuple[tuple[int, int], Int64s, _Strip]] = {}  # by the first share of those that are alike
-    for strip in strips:
+    last: dict[int, tuple[tuple[int, int], int, Int64s]] = {}  # by the first share of those that are alike
+    for index, strip in enumerate(strips):
         places, share = _in_request(pair, lists, strip.local), int(strip.shares[0])
         at, rows = (int(places.max()), strip.offset), np.flatnonzero(np.append(np.diff(strip.shares), 1))
         if share not in last or at > last[share][0]:
-            last[share] = at, rows * len(places) + places.argmax(), strip
-    least = min(max(most // 2 // sum(len(numbers) for _, numbers, _ in last.values()), LEAST_BYTES), END_BYTES)
-    chosen = [strip.pieces(numbers, max(strip.length - least, 0), least) for _, numbers, strip in last.values()]
-    if (each := (most - sum(int(pieces[:, 4].sum()) for pieces in chosen)) // max(runs, 1)) > 0:
-        rng, sizes = np.random.default_rng(seed), np.array([strip.num_pieces * strip.length for strip in strips])
-        for strip, number in zip(strips, rng.multinomial(runs, sizes / sizes.sum()), strict=True):
-            run = np.arange(max(min(each // strip.length, RUN), 1))
-            numbers = (rng.integers(strip.num_pieces, size=(number, 1)) + run).ravel() % strip.num_pieces
-            begin = rng.integers(max(strip.length - each, 0) + 1, size=len(numbers))
-            chosen.append(strip.pieces(numbers, begin, each))
-    pieces = np.concatenate(chosen)
-    return pieces[np.lexsort((pieces[:, 3], pieces[:, 2]))]  # so that those that touch are joined
+            last[share] = at, index, rows * len(places) + places.argmax()
+    ends = {index: numbers for _, index, numbers in last.values()}
+    num_ends, rng, chosen = sum(map(len, ends.values())), np.random.default_rng(seed), []
+    each = max(most // (num_ends + runs), LEAST_BYTES)
+    sizes = np.array([strip.num_pieces * strip.length for strip in strips])
+    drawn = rng.multinomial(min(runs, max(most // each - num_ends, 0)), sizes / sizes.sum())
+    for index, (strip, count) in enumerate(zip(strips, drawn, strict=True)):
+        slack, run = max(strip.length - each, 0), np.arange(max(min(each // strip.length, RUN), 1))
+        begins = np.sort(rng.integers(strip.num_pieces, size=(count, 1)), axis=0)
+        numbers = np.append(ends.get(index, ()), (begins + run) % strip.num_pieces).astype(np.int64)
+        begin = rng.integers(slack + 1, size=len(numbers))
+        begin[: len(ends.get(index, ()))] = slack
+        chosen.append(strip.pieces(numbers, begin, each))
+    return np.concatenate(chosen)
 
 
 def _in_places(pair: GroupPair, pieces: Int64s, max_bytes: int, max_pieces: int) -> Iterator[Look]:

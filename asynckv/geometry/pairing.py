@@ -90,6 +90,7 @@ class BlockLists:
 
     def pairs(self, tables: PeerTables, pair: GroupPair, *, is_exact: bool = False) -> Sequence[Pairs]:
         """Pair the blocks of two groups. `is_exact`: without tokens from `num_tokens` on."""
+        is_exact = is_exact and self.num_tokens % pair.local_size != 0
         if (known := self._pairs.get((pair.key, is_exact))) is not None:
             return known
         if pair.local_index >= len(self.local) or pair.remote_index >= len(self._lent):

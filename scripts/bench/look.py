@@ -1,9 +1,9 @@
 """Measure what a second look costs, and what it finds: `python -m scripts.bench look --help`.
 
 - `pulls`: latency of a pull between two processes on this host, with and without a second look (1 MiB), by turns. One
-  block holds 8 KiB.
-- `writer`: the owner lends a request of 16 MiB as written, and goes on writing its blocks, one after another, for 2 ms.
-  A pull finds that, or publishes old bytes, or comes late enough to get the right ones.
+  block holds 8 KiB, or 64 KiB.
+- `writer`: the owner lends a request of 16 MiB as written, and goes on writing its blocks, one after another, for 2 ms,
+  while the pull begins. The pull finds that, or publishes old bytes, or is late enough to get the right ones.
 - `flipped`: one byte of 16 MiB changes between the two reads, of which the second reads all. A hook holds that back.
 """
 
@@ -16,6 +16,8 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from io import StringIO
 from json import dumps
 from typing import Annotated, Any, Self
@@ -37,17 +39,20 @@ from asynckv.tools.plan.models import Heads, Model
 from scripts import command
 from tests.lab.fleet import Fleet
 
-BLOCKS, TOKENS, WRITES_S = 2048, 16, 0.002
-SIZES = {"8 KiB": 1, "16 MiB": BLOCKS}
+TOKENS, SMALL, LARGE, WRITES_S = 16, 1, 8, 0.002
+SIZES = {"8 KiB": (SMALL, 1), "16 MiB": (SMALL, 2048), "16 MiB, large blocks": (LARGE, 256)}
+"""KV heads of the model and blocks of each size. Keys or values of a block have 4 KiB, or 32 KiB."""
+
 GOAL = 1.15
 PATIENCE_S = 30.0
 
 
 class Side(Engine):
-    """An engine of one layer and one KV head, with its memory."""
+    """An engine of one layer, with its memory of 16 MiB."""
 
-    def __init__(self, engine_id: str, **pull: Any) -> None:
-        layout = model_layout(Model("look", (Heads(1, 128),)), num_blocks=BLOCKS, block_size=TOKENS)
+    def __init__(self, engine_id: str, heads: int = SMALL, **pull: Any) -> None:
+        self.num_blocks = 2048 // heads
+        layout = model_layout(Model("look", (Heads(heads, 128),)), num_blocks=self.num_blocks, block_size=TOKENS)
         self.array = np.frombuffer(shared_memory(layout.memories[0].length), np.uint8)
         self.array[:] = 0
         config = EngineConfig(
@@ -62,8 +67,8 @@ class Side(Engine):
 class Owner:
     """The process that lends."""
 
-    def __init__(self) -> None:
-        self._side, self._writer = Side("owner"), threading.Thread()
+    def __init__(self, *, heads: int) -> None:
+        self._side, self._writer = Side("owner", heads), threading.Thread()
 
     async def __aenter__(self) -> Self:
         await self._side.start()
@@ -91,7 +96,6 @@ class Owner:
                     time.sleep(0)
                 blocks[:, number] = value
 
-        self._writer.join() if self._writer.ident else None
         self._writer = threading.Thread(target=write)
         self._writer.start()
         began.wait()
@@ -100,26 +104,32 @@ class Owner:
         self._writer.join()
 
 
-async def pull(side: Engine, group: PrefillRanks, lend: Any, name: str, blocks: int = BLOCKS) -> float:
-    ids = list(range(blocks))
-    params = group.make_params(name, [(0, ids)], TOKENS * blocks, written=True)
+async def pull(side: Side, group: PrefillRanks, lend: Any, name: str, blocks: int = 0) -> float:
+    ids = list(range(blocks or side.num_blocks))
+    params = group.make_params(name, [(0, ids)], TOKENS * len(ids), written=True)
     await lend(params)
     began = time.perf_counter()
     await side.pull(name, [(0, ids)], params, timeout_s=PATIENCE_S)
     return time.perf_counter() - began
 
 
-async def between_processes(rounds: int, requests: int, pulls: int) -> dict[str, Any]:
-    """Return medians of each round in microseconds, and their ratios; then what is found of an owner that writes on."""
-    found, outcomes = dict[str, Any](), Counter[str]()
-    async with Fleet() as fleet, Side("plain") as plain, Side("looks", second_look=1.0) as looks:
-        owner = await fleet.start("owner", "scripts.bench.look:Owner")
-        group = PrefillRanks("owner", [msgspec.convert(await owner.ask("endpoint"), Endpoint)])
+@asynccontextmanager
+async def pair(heads: int) -> AsyncIterator[tuple[Side, Side, PrefillRanks, Any]]:
+    """Yield a reader that looks once, one that looks twice, and an owner in another process."""
+    async with Fleet() as fleet, Side("plain", heads) as plain, Side("looks", heads, second_look=1.0) as looks:
+        owner = await fleet.start("owner", "scripts.bench.look:Owner", heads=heads)
+        yield plain, looks, PrefillRanks("owner", [msgspec.convert(await owner.ask("endpoint"), Endpoint)]), owner
 
-        async def lend(params: dict[str, Any]) -> None:
-            await owner.ask("lend", params=params)
 
-        for size, blocks in SIZES.items():
+async def latency(rounds: int, requests: int) -> dict[str, Any]:
+    """Return the medians of each round in microseconds, and their ratios."""
+    found = dict[str, Any]()
+    for size, (heads, blocks) in SIZES.items():
+        async with pair(heads) as (plain, looks, group, owner):
+
+            async def lend(params: dict[str, Any], owner: Any = owner) -> None:
+                await owner.ask("lend", params=params)
+
             p50: dict[Side, list[float]] = {plain: [], looks: []}
             for number in range(rounds + 1):
                 seconds: dict[Side, list[float]] = {plain: [], looks: []}
@@ -131,19 +141,28 @@ async def between_processes(rounds: int, requests: int, pulls: int) -> dict[str,
             ratios = [round(b / a, 3) for a, b in zip(*p50.values(), strict=True)]
             found[size] = {"plain_p50_us": p50[plain], "looks_p50_us": p50[looks], "ratios": ratios}
             found[size] |= {"ratio": statistics.median(ratios), "goal": GOAL}
+    return found
 
-        async def lend_too_early(params: dict[str, Any]) -> None:
-            await asyncio.gather(owner.ask("write", value=value), lend(params))
 
+async def written_on(pulls: int) -> dict[str, int]:
+    """Return what becomes of pulls whose owner writes on."""
+    outcomes = Counter[str]()
+    async with pair(SMALL) as (_, looks, group, owner):
         for i in range(pulls):
-            value = i % 255 + 1
+            value, writing = i % 255 + 1, list[asyncio.Task[Any]]()
+
+            async def lend(params: dict[str, Any], value: int = value, writing: list[Any] = writing) -> None:
+                await owner.ask("lend", params=params)
+                writing.append(asyncio.create_task(owner.ask("write", value=value)))
+
             try:
-                await pull(looks, group, lend_too_early, f"writer.{i}")
+                await pull(looks, group, lend, f"writer.{i}")
                 outcomes["right" if (looks.array == value).all() else "published"] += 1
             except BytesDiffer:
                 outcomes["found"] += 1
+            await writing[0]
             await owner.ask("wait")
-    return {"pulls": found, "writer": dict(outcomes)}
+    return dict(outcomes)
 
 
 async def flipped(pulls: int) -> dict[str, int]:
@@ -183,7 +202,7 @@ def look(
     configure_logging("error", stream=StringIO())  # each difference is logged
     with command.output(json) as out:
         try:
-            found = asyncio.run(between_processes(rounds, requests, pulls))
+            found = {"pulls": asyncio.run(latency(rounds, requests)), "writer": asyncio.run(written_on(pulls))}
             found["flipped"] = asyncio.run(flipped(flips))
         except (Failure, TimeoutError) as exc:
             print(f"look: the owner's process was lost: {exc!r}", file=sys.stderr)
