@@ -38,26 +38,19 @@ def few_places(looks: Looks | None) -> Iterator[None]:
         module["NUM_PLACES"] = before
 
 
-def coordinates(view: Bytes, memory: Bytes) -> Ints:
-    """Return the coordinates of each byte of a memory that a view orders."""
-    out = np.empty((len(memory), view.ndim), np.int64)
-    numbers = np.ndarray(view.shape, np.uint8, memory, 0, view.strides)
-    assert numbers.size == len(memory)
-    at = sum(
-        np.arange(size).reshape([-1 if i == axis else 1 for i in range(view.ndim)]) * stride
-        for axis, (size, stride) in enumerate(zip(view.shape, view.strides, strict=True))
-    )
-    begin = view.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
-    out[np.asarray(at).ravel() + begin] = np.stack(np.unravel_index(np.arange(view.size), view.shape), axis=1)
-    return out
-
-
 def offsets(array: Bytes, memory: Bytes) -> Ints:
     """Return where in a memory the bytes of an array of it lie."""
     at: Ints = np.array([array.__array_interface__["data"][0] - memory.__array_interface__["data"][0]], np.int64)
     for size, stride in zip(array.shape, array.strides, strict=True):
         at = (at[:, None] + np.arange(size) * stride).ravel()
     return at
+
+
+def coordinates(view: Bytes, memory: Bytes) -> Ints:
+    """Return the coordinates of each byte of a memory, all of which a view orders."""
+    out = np.empty((len(memory), view.ndim), np.int64)
+    out[offsets(view, memory)] = np.stack(np.unravel_index(np.arange(view.size), view.shape), axis=1)
+    return out
 
 
 @dataclass(slots=True, eq=False)
