@@ -628,3 +628,13 @@ def test_lists_of_any_length_and_ids_beyond_the_memory_are_harmless() -> None:
     many = tuple((i % 6, 1) for i in range(100_000))
     assert shared(ledger, (runs(*many),)) == []
     assert shared(ledger, (runs(*many, (0, 8)),)) == [("a", {0: [6, 7]})]
+
+
+def test_a_withdrawn_request_is_not_lent_after_the_memory_was_registered_anew() -> None:
+    """Its key may be of an epoch that this rank had not reached, because another rank was suspended before."""
+    world = World()
+    prefill = world.add("p", make_layout(), engine_id="prefill")
+    params = world.params([prefill], "r", [3], 4, written=True, recall=True)
+    key = msgspec.structs.replace(params.key, memory_epoch=1)
+    prefill.core.withdraw(msgspec.structs.replace(params, key=key), world.time(prefill))
+    assert prefill.core.prefill.memory_epoch == 1, "the next epoch is a later one, and refuses this key"

@@ -225,6 +225,8 @@ class PrefillSide:
             return None
         if key in self._ended or not self.spent.add(key):
             return None
+        # After `resume` all older keys are refused, so this one has to be older then.
+        self.memory_epoch = max(self.memory_epoch, key.memory_epoch)
         remember(self._ended, key, Ended(Reason.WITHDRAWN), self.max_ended)
         self._outbox.counters["requests.withdrawn"] += 1
         waited = []

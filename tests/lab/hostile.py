@@ -270,4 +270,5 @@ def _leases(core: RankCore) -> dict[str, tuple[dict[str, frozenset[Any]], frozen
 
 
 def _beliefs(pull: Pull, source: Source) -> tuple[object, ...]:
-    return (pull.state, pull.failure, source.covered_until, source.lent_by, source.release, source.not_lent_yet)
+    believed = (source.covered_until, source.confirmed_nonce, source.lent_by)
+    return (pull.state, pull.failure, *believed, source.release, source.not_lent_yet)

@@ -22,10 +22,10 @@ import pytest
 
 from asynckv.config import PullConfig
 from asynckv.core import lease as lease_module
-from asynckv.core import routes
+from asynckv.core import routes, wire
 from asynckv.core.copies import Copies
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.lease import WHEN, Lease, LeaseState
+from asynckv.core.lease import RECALL, WHEN, Lease, LeaseState
 from asynckv.core.ledger import Ledger
 from asynckv.core.source import Source
 from asynckv.core.spent import SpentKeys
@@ -745,6 +745,124 @@ def lapsed_promises_are_renewed(rank: Rank) -> None:
         if (message.pull_id, said.start) not in granted:
             return said
         return Said(Renew(message.key, message.pull_id, message.nonce, message.seconds), said.other, said.start)
+
+
+# -- recalls -----------------------------------------------------------------------------------------------------------
+
+
+def unlike(patch: pytest.MonkeyPatch, of: type, name: str, field: str, value: Callable[[Any], Any]) -> None:
+    """Let a method see another value of a field while it runs."""
+    honest = getattr(of, name)
+
+    def rigged(self: Any, *args: Any, **options: Any) -> Any:
+        before = getattr(self, field)
+        setattr(self, field, value(self))
+        try:
+            return honest(self, *args, **options)
+        finally:
+            setattr(self, field, before)
+
+    patch.setattr(of, name, rigged)
+
+
+@inside()
+def recalled_reads_are_proven_by_the_clock(patch: pytest.MonkeyPatch) -> None:
+    """A promise that runs is believed of a request that may be recalled, too."""
+    unlike(patch, Source, "prove", "confirms", lambda source: False)
+
+
+@inside()
+def recalled_reads_are_proven_by_the_nonce_that_counts_for_refusals(patch: pytest.MonkeyPatch) -> None:
+    """A reader that was refused because its renewal came too late takes any grant for a newer one."""
+    unlike(patch, Source, "prove", "confirmed_nonce", lambda source: source.granted_nonce)
+
+
+@inside()
+def renewals_from_before_the_end_confirm_a_read(patch: pytest.MonkeyPatch) -> None:
+    """Any grant that arrives after the last byte confirms a read, whenever it was asked for."""
+    honest = Source.granted
+
+    def granted(self: Source, grant: Granted, *args: Any) -> None:
+        if self.confirms and self.has_landed:
+            self.nonce_when_done = min(self.nonce_when_done, grant.nonce - 1)
+        honest(self, grant, *args)
+
+    patch.setattr(Source, "granted", granted)
+
+
+@inside()
+def recalling_keeps_what_was_granted(patch: pytest.MonkeyPatch) -> None:
+    """A request that is recalled is only granted no more."""
+    honest = Lease.revoke
+    patch.setattr(Lease, "revoke", lambda lease, now, by="": honest(lease, now, "caller"))
+
+
+@inside()
+def withdrawing_drops_what_was_granted(patch: pytest.MonkeyPatch) -> None:
+    """A request that may not be recalled ends at once as well."""
+    honest = Lease.revoke
+    patch.setattr(Lease, "revoke", lambda lease, now, by="": honest(lease, now, RECALL))
+
+
+@inside()
+def a_recall_is_ignored_while_a_grant_runs(patch: pytest.MonkeyPatch) -> None:
+    """A reader that was refused reads on until its promise runs out."""
+    unlike(patch, Source, "refused", "confirms", lambda source: False)
+
+
+@planted
+def recalling_returns_too_soon(rank: Rank) -> None:
+    """A recall is carried out a moment after it has returned."""
+
+    def recall(requests: Any) -> tuple[Any, ...]:
+        rank.process.loop.call_later(0.01, rank.engine.honest.recall, requests)
+        return ()
+
+    rank.engine.recall = recall
+
+
+@planted
+def recalling_does_not_name_other_loans(rank: Rank) -> None:
+    """The caller of a recall writes blocks that other requests have lent, because nothing names them."""
+
+    def recall(requests: Any) -> tuple[Any, ...]:
+        rank.engine.honest.recall(requests)
+        return ()
+
+    rank.engine.recall = recall
+
+
+@planted
+def the_digest_does_not_say_what_may_be_recalled(rank: Rank) -> None:
+    """A reader that does not know of recalls is granted what may be recalled."""
+    knows_no_recall(rank)
+
+
+@inside("the_digest_does_not_say_what_may_be_recalled")
+def _(patch: pytest.MonkeyPatch) -> None:
+    honest = wire.blocks_digest
+
+    def blocks_digest(*args: Any, **options: Any) -> bytes:
+        return honest(*args[:5])
+
+    patch.setattr(wire, "blocks_digest", blocks_digest)
+    patch.setattr(lease_module, "blocks_digest", blocks_digest)
+
+
+def knows_no_recall(rank: Rank) -> None:
+    """Read as a reader before 0.5.0, to which params say nothing of recalls."""
+    engine = rank.engine
+
+    def known(params: Any) -> Any:
+        return {name: value for name, value in params.items() if name != "recall"}
+
+    def announce(request_id: str, params: Any, **options: Any) -> None:
+        engine.honest.announce(request_id, known(params), **options)
+
+    async def pull(request_id: str, groups: Any, params: Any, **options: Any) -> Any:
+        return await engine.honest.pull(request_id, groups, known(params), **options)
+
+    engine.announce, engine.pull = announce, pull
 
 
 # -- custody of blocks -------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@ Times are judged by the clock of the process that made the promise, less what th
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -18,7 +19,7 @@ from asynckv.core.flow import Admission, InFlight
 from asynckv.core.pull import PullState
 from asynckv.core.rank import RankCore
 from asynckv.core.source import RATE_MARGIN
-from asynckv.core.types import Key, Outcome, PullId, TransferId
+from asynckv.core.types import Key, Outcome, PullId, Reason, TransferId
 from asynckv.core.wire import Claim, Granted, Hello, Message, NotYet, Refused, Release, Renew, decode_packet
 from asynckv.errors import AsyncKVError
 from tests.lab.world import Process, World
@@ -81,10 +82,17 @@ def wrong_in(decode: DecodeSide) -> list[str]:
     return wrong
 
 
-def check_belief(readers: Iterable[tuple[Process, RankCore]], key: Key, incarnation: str, at: float) -> str:
+def check_belief(
+    readers: Iterable[tuple[Process, RankCore]],
+    key: Key,
+    incarnation: str,
+    at: float,
+    is_confirmed: Callable[[Process, PullId], bool] | None = None,
+) -> str:
     """Name the readers that still believe in a promise of blocks that an owner's engine has back since `at`.
 
-    A reader's belief is the latest end of any grant that was ever delivered to it, on its own clock.
+    A reader's belief is the latest end of any grant that was ever delivered to it, on its own clock. Of a request that
+    may be recalled no promise is believed, but a read that is proven: `is_confirmed` says whether its owner knows it.
     """
     for process, core in readers:
         for pull in core.decode.pulls.values():
@@ -92,7 +100,12 @@ def check_belief(readers: Iterable[tuple[Process, RankCore]], key: Key, incarnat
                 continue
             for source in pull.sources:
                 until = (source.covered_until - process.epoch) / process.rate
-                if source.rank.place[1] == incarnation and until > at + 1e-6:
+                if source.rank.place[1] != incarnation:
+                    continue
+                if is_confirmed is not None:
+                    if source.proven and not is_confirmed(process, pull.pull_id):
+                        return f"{process.name} believes what {pull.request_id} read, and no grant has confirmed that"
+                elif until > at + 1e-6:
                     return f"{process.name} was promised the blocks of {pull.request_id} for {until - at:.6f} s more"
     return ""
 
@@ -138,6 +151,10 @@ class Wire:
     """Rules about packets: handshakes are not repeated without end, promises are renewed in time, and kept. No reader
     is told that something is not lent yet which was lent, or withdrawn.
 
+    Of requests that may be recalled no promise is kept. Instead, a read that is believed was confirmed, by its owner's
+    true time: the read had ended, as its reader saw it, before a claim was sent that was granted, and that came to its
+    owner while the request was lent there. A reader that was refused reads no more.
+
     Args:
         is_patient: Readers are not told that a rank is gone: only its silence, or its answer, ends a handshake.
     """
@@ -161,6 +178,17 @@ class Wire:
         """By owner's process start and token: since when a request was lent or withdrawn."""
         self.told_to_wait: set[str] = set()
         """Pulls that have heard that their request is not lent yet."""
+        self._loans: dict[tuple[str, str], tuple[float, float]] = {}
+        """Requests that may be recalled, by owner's process start and token: when it was lent, and until when."""
+        self._came_at: dict[tuple[str, str, int], list[float]] = defaultdict(list)
+        """By owner's process start, pull and transmission: when a claim came, in its owner's time."""
+        self._agreed: dict[tuple[Process, str, str], set[int]] = defaultdict(set)
+        """By reader, owner's process start and pull: transmissions whose grants have come back."""
+        self._posted: set[tuple[Process, str, str]] = set()
+        self._read_at: dict[tuple[Process, str, str], float] = {}
+        """By the same: when the reader saw the last of its reads end well."""
+        self._refused: dict[tuple[Process, str, str], Stopwatch] = {}
+        """By the same: since when the reader has been told that the request was recalled."""
         most, at = 0, 0.0
         while at < config.handshake_s:
             most, at = most + 1, at + config.hello_retry_s * 2 ** min(most, 3)
@@ -174,6 +202,58 @@ class Wire:
     def spent(self, process: Process, owner: str, token: str) -> None:
         """A rank has lent a request, or withdrawn it."""
         self._spent.setdefault((owner, token), Stopwatch.start(process))
+
+    def may_recall(self, owner: str, token: str) -> None:
+        """A request that may be recalled is about to be lent by a rank."""
+        self._loans[owner, token] = math.inf, math.inf
+
+    def lent(self, process: Process, owner: str, token: str) -> None:
+        """A rank lends a request that it may recall."""
+        if (owner, token) in self._loans:
+            self._loans[owner, token] = process.now, math.inf
+
+    def ended(self, process: Process, owner: str, token: str) -> None:
+        """A rank has such a request back, or will never lend it."""
+        if (owner, token) in self._loans:
+            lent_at, until = self._loans[owner, token]
+            self._loans[owner, token] = lent_at, min(until, process.now)
+
+    def heard(self, process: Process, packet: bytes) -> None:
+        """An owner hears something from a reader."""
+        if not self._loans:
+            return
+        _, target, messages = _watched(packet)
+        for message in messages:
+            if isinstance(message, Claim | Renew) and (target, message.key.token) in self._loans:
+                self._came_at[target, message.pull_id, message.nonce].append(process.now)
+
+    def posted(self, process: Process, owner: str, pull_id: str) -> None:
+        """A read of a pull is posted."""
+        if (process, owner, pull_id) in self._refused:
+            self._world.violate(f"{process.name} reads for {pull_id}, which was refused because it was recalled")
+        self._posted.add((process, owner, pull_id))
+
+    def done(self, process: Process, owner: str, pull_id: str) -> None:
+        """A reader sees the good end of a read."""
+        self._read_at[process, owner, pull_id] = process.now
+
+    def is_confirmed(self, owner: str, token: str, process: Process, pull_id: str) -> bool:
+        """Whether a pull has read nothing from an owner, or what was granted after that proves it."""
+        place = process, owner, pull_id
+        if (read_at := self._read_at.get(place)) is None:
+            return True
+        lent_at, until = self._loans.get((owner, token), (math.inf, -math.inf))
+        return any(
+            self._sent_at.get((process, nonce), -math.inf) >= read_at
+            # A claim that comes before the request is lent is answered when it is lent.
+            and any(max(at, lent_at) <= until for at in self._came_at[owner, pull_id, nonce])
+            for nonce in self._agreed[place]
+        )
+
+    def unconfirmed(self, process: Process, token: str, pull_id: str) -> list[str]:
+        """Return the owners that a pull has read from and that have not confirmed it."""
+        owners = [owner for reader, owner, pulled in self._read_at if (reader, pulled) == (process, pull_id)]
+        return [owner for owner in owners if not self.is_confirmed(owner, token, process, pull_id)]
 
     def has_asked(self, process: Process, to: str, pull_id: str) -> bool:
         """Whether a pull has ever claimed at an address."""
@@ -192,7 +272,9 @@ class Wire:
             elif isinstance(message, Release):
                 landed_at = self._landed.pop((process, target, message.pull_id), -math.inf)
                 until = self._promises.get((process, target, message.pull_id), ("", -math.inf))[1]
-                if message.outcome is Outcome.COMPLETE and landed_at > until:
+                if (target, message.key.token) in self._loans:
+                    self._lets_go(process, target, message)
+                elif message.outcome is Outcome.COMPLETE and landed_at > until:
                     self._world.violate(
                         f"{process.name} believes what {message.pull_id} read from {to} "
                         f"{landed_at - until:.6f} s after its last promise"
@@ -207,6 +289,8 @@ class Wire:
             elif isinstance(message, Claim | Renew):
                 self.asked[process, to, message.pull_id] = message.nonce, packet
                 self._sent_at[process, message.nonce] = process.now
+                if (process, target, message.pull_id) not in self._posted:
+                    self._refused.pop((process, target, message.pull_id), None)  # it reads from this rank after all
                 clock = self._granted.pop((process, to, message.pull_id), None)
                 if clock is not None and clock.ran_s > self._renew_s + TURN_S:
                     self._world.violate(
@@ -226,6 +310,7 @@ class Wire:
         for message in messages:
             if isinstance(message, Granted):
                 self._promised(process, source, message)
+                self._agreed[process, source, message.pull_id].add(message.nonce)
                 # An answer to an older question may come too late to be of use.
                 if self.asked.get((process, origin, message.pull_id), (0,))[0] == message.nonce:
                     self._granted[process, origin, message.pull_id] = Stopwatch.start(process)
@@ -234,13 +319,32 @@ class Wire:
             elif isinstance(message, Refused):
                 # What is granted no more need not be asked for until the promise has run out.
                 self._granted.pop((process, origin, message.pull_id), None)
+                place, token = (process, source, message.pull_id), message.key.token
+                is_newest = self.asked.get((process, origin, message.pull_id), (0,))[0] == message.nonce
+                is_open = self._promises.get(place, ("", 0.0))[1] < math.inf
+                is_recalled = (source, token) in self._loans and message.reason is Reason.REVOKED and is_newest
+                is_proven = place in self._read_at and self.is_confirmed(source, token, process, message.pull_id)
+                if is_recalled and is_open and not is_proven:
+                    self._refused.setdefault(place, Stopwatch.start(process))
 
     def freed(self, token: str, owner: str, at: float) -> str:
         """An owner's engine has its blocks back: name readers with a longer promise that have not released them."""
+        if (owner, token) in self._loans:
+            return ""
         for (process, incarnation, pull_id), (promised, until) in self._promises.items():
             if (incarnation, promised) == (owner, token) and until > at + 1e-6 and not process.is_dead:
                 return f"{process.name} heard a promise to {pull_id} of {until - at:.6f} s more"
         return ""
+
+    def _lets_go(self, process: Process, owner: str, release: Release) -> None:
+        """A reader releases a request that may be recalled."""
+        place = process, owner, release.pull_id
+        if release.outcome is Outcome.COMPLETE:
+            if not self.is_confirmed(owner, release.key.token, process, release.pull_id):
+                self._world.violate(f"{process.name} believes what {release.pull_id} read, and no grant confirmed that")
+        elif (clock := self._refused.pop(place, None)) is not None and place in self._posted:
+            if clock.ran_s > self._config.drain_s * 1.001 + TURN_S:
+                self._world.violate(f"{process.name} gives {release.pull_id} up {clock.ran_s:.3f} s after its recall")
 
     def _promised(self, process: Process, owner: str, granted: Granted) -> None:
         sent_at = self._sent_at.get((process, granted.nonce))

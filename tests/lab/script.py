@@ -34,6 +34,8 @@ FAULTS = (
     "drain",
     "sleep",
     "brink",
+    "recall",
+    "preempt",
 )
 """Kinds of faults that a script may hold."""
 
@@ -49,6 +51,9 @@ SHORT_LOSS_S = 1.3
 LENT, ABORTED, WITHDRAWN = "lent", "aborted", "withdrawn"
 """Fates of a request after its params have left: lent, never lent without a word, or withdrawn."""
 
+SOON, MOVING, LANDED = "", "while its bytes move", "when a rank's last byte has landed"
+"""Moments of a recall: a time, or the first such moment of any reader after that time."""
+
 NEVER_PULLED, AFTER_FAILURE = "discharged", "discharged if its pull fails"
 """When a reader says that it needs nothing of a request: instead of a pull, or of another attempt."""
 
@@ -59,9 +64,11 @@ class Fault:
 
     Attributes:
         kind: One of `FAULTS`.
-        who: Names of ranks, or numbers of requests for `cancel`, `revoke` and `brink` (revoked, and then reads end and
-            messages arrive in the last milliseconds of its grants, or just after).
+        who: Names of ranks, or numbers of requests for `cancel`, `revoke`, `recall`, `preempt` (recalled, and lent
+            again as a new request) and `brink` (revoked, and then reads end and messages arrive in the last
+            milliseconds of its grants, or just after).
         p: How likely, where that makes sense.
+        when: For `recall` and `preempt`: `SOON`, `MOVING` or `LANDED`.
     """
 
     kind: str
@@ -69,9 +76,12 @@ class Fault:
     seconds: float
     who: tuple[str, ...] = ()
     p: float = 1.0
+    when: str = SOON
 
     def __str__(self) -> str:
         who = f" {' '.join(self.who)}" if self.who else ""
+        if self.when:
+            who += f" {self.when}"
         return f"{self.at:8.3f} s  {self.kind}{who} for {self.seconds:.3f} s (p {self.p:.2f})"
 
 
@@ -109,6 +119,8 @@ class Ask:
     """`LENT`, `ABORTED` or `WITHDRAWN`."""
     discharged: str = ""
     """`NEVER_PULLED` or `AFTER_FAILURE` if readers discharge it, then or then; and nothing else of theirs follows."""
+    recall: bool = False
+    """Its owner may take it back at once."""
 
     @property
     def _readers(self) -> str:
@@ -124,6 +136,7 @@ class Ask:
             f"{f', priority {self.priority}' if self.priority else ''}"
             f"{f', retried {self.retries} times by the engine' if self.is_engine_retry else ''}"
             f"{f', {self.discharged}' if self.discharged else ''}"
+            f"{', may be recalled' if self.recall else ''}"
             f"{f', {self.fate}' if self.fate != LENT else ''}{f', {self.lend_s:.2f} s late' if self.lend_s else ''}"
         )
 
@@ -239,7 +252,8 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     """Draw a service, its requests and its faults from a seed."""
     rng = random.Random(repr(("script", seed)))
     loses_agents, reaches_brinks = "agent" in faults, {"brink", "slow"} <= set(faults)
-    faults = [kind for kind in faults if kind not in ("agent", "brink")]
+    recalls, knows_all = [kind for kind in ("recall", "preempt") if kind in faults], set(FAULTS) <= set(faults)
+    faults = [kind for kind in faults if kind not in ("agent", "brink", "recall", "preempt")]
     if rng.random() < 0.1 and {"slow", "pause"} <= set(faults):
         # A small request, with a reader that is away again and again while its few reads take longer than a promise.
         ask = Ask(0, 0.5, rng.randint(1, 2 * BLOCK), rng.random() < 0.3, (0,), -1, 0, 0.0, 0, 2.0, 0.01)
@@ -296,7 +310,8 @@ def make_script(seed: int, faults: Sequence[str] = FAULTS) -> Script:
     script = _hostile(random.Random(repr(("hostile", seed))), script) if "hostile" in kinds else script
     if reaches_brinks:
         script = _at_the_brink(random.Random(repr(("brink", seed))), script)
-    return _discharged(random.Random(repr(("discharged", seed))), script)
+    script = _discharged(random.Random(repr(("discharged", seed))), script)
+    return _recalled(random.Random(repr(("recalled", seed))), script, recalls, knows_all)
 
 
 def _sharing(rng: random.Random, script: Script) -> Script:
@@ -335,6 +350,60 @@ def _discharged(rng: random.Random, script: Script) -> Script:
         odds = ["", NEVER_PULLED, AFTER_FAILURE] if ask.retries and not ask.is_engine_retry else ["", NEVER_PULLED]
         asks.append(replace(ask, discharged=rng.choice(odds)))
     return replace(script, asks=tuple(asks))
+
+
+def _recalled(rng: random.Random, script: Script, kinds: Sequence[str], knows_all: bool) -> Script:
+    """Let the requests of a third of all scripts be recallable, or some of them; and recall some of those, also twice,
+    before they are lent, and after their end.
+    """
+    if rng.random() < 2 / 3:
+        return script
+    share = rng.choice([0.5, 1.0])
+    script = replace(script, asks=tuple(replace(ask, recall=rng.random() < share) for ask in script.asks))
+    if not kinds or (script.faults and (script.is_only_hostile or script.spared)):
+        return script  # requests without any other trouble stay so
+    script = _sharing_a_prefix(rng, script) if rng.random() < 0.3 else script
+    if not (able := [ask for ask in script.asks if ask.recall]):
+        return script
+    if knows_all and rng.random() < 0.1:
+        return _too_late_to_renew(rng, script, rng.choice(able))
+    faults = []
+    for _ in range(rng.choice([0, 1, 2, 3, 4])):
+        ask, when = rng.choice(able), rng.choice([SOON, SOON, MOVING, MOVING, LANDED, LANDED, LANDED])
+        at = ask.at + 0.02
+        if when == SOON:
+            at += rng.random() ** 2 * rng.choice([0.1, 1.0, ask.lend_s + ask.routed_s + 1.5])
+        faults += [Fault(rng.choice(kinds), min(at, script.seconds), 0.0, (str(ask.number),), when=when)]
+    return replace(script, faults=(*script.faults, *faults))
+
+
+def _sharing_a_prefix(rng: random.Random, script: Script) -> Script:
+    """Let a request be lent beside one that has the same first blocks."""
+    if len(script.asks) < 2:
+        return script
+    first, second = rng.sample(script.asks, 2)
+    first = replace(first, tokens=max(first.tokens, BLOCK + 1), recall=True, fate=LENT)
+    tokens, at = max(second.tokens, BLOCK + 1), first.at + rng.random() ** 2
+    recall = rng.random() < 0.5
+    second = replace(second, tokens=tokens, at=at, shares=first.number, prefill=first.prefill, recall=recall, fate=LENT)
+    asks = {ask.number: ask for ask in script.asks} | {first.number: first, second.number: second}
+    return replace(script, asks=tuple(sorted(asks.values(), key=lambda ask: ask.at)))
+
+
+def _too_late_to_renew(rng: random.Random, script: Script, chosen: Ask) -> Script:
+    """Let a read end while an owner is stopped for longer than its grants run, and let old grants come once more."""
+    tokens, lease_s = min(chosen.tokens, BLOCK), 8.0
+    ask = replace(chosen, tokens=tokens, cached=0, fate=LENT, announce_s=0.0, routed_s=0.2, lease_s=lease_s, shares=-1)
+    asks = tuple(ask if each is chosen else each for each in script.asks)
+    owner, begin = rng.choice(script.prefill_names[ask.prefill]), ask.at + ask.lend_s + 0.3 + rng.random() * 0.6
+    readers = tuple(name for engine in ask.engines for name in script.decode_names[engine])
+    faults = (
+        Fault("slow", ask.at, ask.lend_s + 1.0, readers),
+        Fault("freeze", begin, rng.uniform(2.05, 2.6), (owner,)),
+        Fault("duplicate", ask.at, ask.lend_s + 6.0, (owner,)),
+        Fault("delay", begin, 4.0, (owner,), rng.choice([0.0, 0.5])),
+    )
+    return replace(script, asks=asks, faults=faults, seconds=max(script.seconds, begin + 5.0))
 
 
 def _pressed(rng: random.Random, script: Script) -> Script:

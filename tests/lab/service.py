@@ -25,7 +25,7 @@ import numpy.typing as npt
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.events import Ending
 from asynckv.core.spent import SpentKeys
-from asynckv.core.types import Address, Key, ReplyTo, rank_name
+from asynckv.core.types import Address, Key, ReplyTo, TransferId, rank_name
 from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.geometry.check import Registration
@@ -36,7 +36,20 @@ from tests.lab.doors import Doors
 from tests.lab.hostile import Hostile
 from tests.lab.mishaps import Mishaps
 from tests.lab.oracles import TURN_S, Stopwatch, Wire, check_belief, wrong_in
-from tests.lab.script import AFTER_FAILURE, BLOCK, LENT, MILD, NEVER_PULLED, SHORT_LOSS_S, WITHDRAWN, Ask, Fault, Script
+from tests.lab.script import (
+    AFTER_FAILURE,
+    BLOCK,
+    LANDED,
+    LENT,
+    MILD,
+    MOVING,
+    NEVER_PULLED,
+    SHORT_LOSS_S,
+    WITHDRAWN,
+    Ask,
+    Fault,
+    Script,
+)
 from tests.lab.tier_script import TierScript
 from tests.lab.world import Process, TransferFate, World, WorldClock, WorldControl, WorldData
 from tests.oracle import STAGED
@@ -44,10 +57,13 @@ from tests.oracle import STAGED
 NUM_BLOCKS, HEAD_DIM = 16, 2
 FREED, UNUSED = 0xEEEE, 0xDDDD
 PROBE = 1_000_000
-HEARD = {"brink", "duplicate", "slow", "fail", "doubt", "stuck", "cancel", "revoke", "garbage", "hostile"}
+AGAIN = 1000
+"""Request 3 is lent again as request 1003, and then as 2003."""
+TAKEN = {"recall", "preempt"}
+HEARD = {"brink", "duplicate", "slow", "fail", "doubt", "stuck", "cancel", "revoke", "garbage", "hostile", *TAKEN}
 """Faults that make no process look dead."""
 
-COUNTED = {"duplicate", "cancel", "revoke", "garbage", "hostile"}
+COUNTED = {"duplicate", "cancel", "revoke", "garbage", "hostile", *TAKEN}
 """Faults that make no rank fall silent, and no transfer take long: whatever runs takes room."""
 
 HASTY = 0.5
@@ -145,6 +161,12 @@ class _Lent:
     lent_from: float = math.inf
     lent_by: float = -math.inf
     """When the first and the last rank lend it, or abort it."""
+    is_preempted: bool = False
+    """It is lent again as another request, once all ranks have it back."""
+
+    @property
+    def key(self) -> Key:
+        return msgspec.convert(self.params["key"], Key)
 
 
 class Listener(Protocol):
@@ -310,7 +332,7 @@ class _Rank(StagedRank):
         self.owner, self.retired = {}, set()
         self.is_draining = False
         data = WorldData(process, f"agent-{process.name}", [memory], self.layout.memories)
-        data.on_post, data.on_land = self._posted, self._landing
+        data.on_post, data.on_land, data.on_done = self._posted, self._landing, self._done
         data.costs = STAGED if self.service.script.is_staged else None
         if self.service.script.is_packed:
             data.costs = PACKED
@@ -350,6 +372,8 @@ class _Rank(StagedRank):
         owner = transfer.owner.host.split("#")[0]
         if not self.service.wire.has_asked(self.process, f"sim://{owner}", mine.pull_id):
             self.service.world.violate(f"{self.process.name} reads for {mine.request_id} before it claims from {owner}")
+        self.service.wire.posted(self.process, *self.reads[int(transfer.transfer_id)])
+        self.service.met(MOVING, mine.request_id, self.process)
         if self.service.is_counted:
             self._fits(transfer)
         for other in self.data.running.values():
@@ -365,6 +389,16 @@ class _Rank(StagedRank):
                 self.service.world.violate(
                     f"{self.process.name} reads {len(reading)} requests at a time, {most} are allowed"
                 )
+
+    def _done(self, transfer_id: TransferId) -> None:
+        """A read has ended well, and this process is about to know."""
+        posted = self.engine._driver.core.decode.transfers.get(transfer_id)
+        if posted is None:
+            return
+        source = posted.source
+        self.service.wire.done(self.process, source.rank.place[1], posted.pull.pull_id)
+        if source.next_read is None and not source.doubtful and source.running <= {transfer_id}:
+            self.service.met(LANDED, posted.pull.request_id, self.process)
 
     def _fits(self, transfer: Transfer) -> None:
         """No more is in flight than may be, from each rank and in all."""
@@ -445,7 +479,7 @@ class Service(Stage):
         self.world.is_calm = self._is_calm
         # Each lease says a third of a grant, or of itself if that is shorter.
         self.wire = wire = Wire(self.world, PULL, LEASE.grant_s / 3, not any(f.kind == "forget" for f in script.faults))
-        self.world.on_sent, self.world.on_delivered = wire.sent, wire.delivered
+        self.world.on_sent, self.world.on_delivered, self.world.on_heard = wire.sent, wire.delivered, wire.heard
         self.prefill = [_Prefill(self, e) for e in range(script.prefill_engines)]
         self.decode = [
             [_Rank(self, "decode", e, r) for r in range(len(names))] for e, names in enumerate(script.decode_names)
@@ -461,6 +495,9 @@ class Service(Stage):
         self.tasks: dict[int, list[tuple[Attempt, asyncio.Task[None]]]] = {}
         self.attempts: list[Attempt] = []
         self.leases: list[tuple[_Rank, Process, Any]] = []
+        self.recalled: set[tuple[Process, _Lent]] = set()
+        self._armed: list[Fault] = []
+        """Recalls that wait for their moment."""
         self.hasty: set[Process] = set()
         """Those that close without time for every promise: they give nothing back, and write nothing any more."""
         self.discharged: dict[tuple[int, str], float] = {}
@@ -625,6 +662,94 @@ class Service(Stage):
             for reach_s in (0.004, 0.05):
                 process.call_at(until - reach_s * rng.random(), port.hear, origin, asked[1])
 
+    def _begin_recall(self, fault: Fault) -> None:
+        if fault.when:
+            self._armed.append(fault)
+        else:
+            self._take_back(fault)
+
+    _begin_preempt = _begin_recall
+
+    def met(self, when: str, request_id: str, process: Process) -> None:
+        """Let a recall happen that waits for such a moment of a request's reader, a little after it."""
+        for fault in self._armed if self.world.now <= self._seconds else ():
+            if fault.when == when and int(request_id[1:]) % AGAIN == int(fault.who[0]):
+                self._armed.remove(fault)
+                rng = self.world.random_of("recall", fault, process.now)
+                usual_s = 2e-3 * self.script.data if when == MOVING else 5e-4 * self.script.wire
+                self.world.at(process.now + rng.random() * usual_s, partial(self._take_back, fault))
+                return
+
+    def _take_back(self, fault: Fault) -> None:
+        """Recall a request from all of its ranks, at once or one after the other."""
+        rng = self.world.random_of("recalls", fault, self.world.now)
+        is_together = rng.random() < 0.5
+        for lent in self.lent_ever:
+            if not lent.ask.recall or lent.ask.number % AGAIN != int(fault.who[0]):
+                continue
+            lent.is_preempted |= fault.kind == "preempt" and bool(lent.open)
+            for rank in lent.engine.ranks:
+                late_s = 0.0 if is_together else rng.random() ** 3 * 0.5
+                if not rank.process.is_dead:
+                    rank.process.call_at(self.world.now + late_s, self._recall, rank, rank.process, lent)
+
+    def _recall(self, rank: _Rank, process: Process, lent: _Lent) -> None:
+        """Take a request back from a rank, and have its blocks overwritten before anything else happens."""
+        if process in self.hasty:
+            return  # its memory stays what it is until it dies
+        engine, mine = rank.engine, [x for owner, p, x in self.leases if owner is rank and p is process]
+        loans = [lease for lease in mine if not lease.handle.is_over]
+        try:
+            self._tighten(rank)
+            self._count_recall(rank, lent, [lease for lease in mine if lease.lent is lent])
+            others = engine.recall([lent.params])
+        except EngineClosed:
+            return
+        self.wire.ended(process, engine.incarnation, lent.key.token)
+        self.recalled.add((process, lent))
+        self._spent(rank, lent)
+        for lease in mine:
+            if lease.lent is lent:
+                lease.revoked = lease.revoked or Stopwatch.start(process)
+                if not lease.handle.is_over:
+                    self.world.violate(f"{rank.name} has recalled request {lent.ask.number}, and still lends it")
+        if lent.params["request_id"] in {hold.request_id for hold in engine.holds()}:
+            self.world.violate(f"{rank.name} has recalled request {lent.ask.number}, and still holds its blocks")
+        named = {block for hold in others for ids in hold.blocks.values() for block in ids}
+        if strange := named - {block for lease in loans if lease.lent is not lent for block in lease.lent.blocks}:
+            self.world.violate(f"{rank.name} says that block {min(strange)} is lent to others as well")
+        # The engine knows the other loans, and the allocator the requests that were not lent yet.
+        lent_here = {id(lease.lent) for lease in mine}
+        waiting = [x for x in self.lent.values() if rank.name in x.open and id(x) not in lent_here and x is not lent]
+        kept = named.union(*(x.blocks for x in waiting))
+        self.world.at(process.now, partial(self._taken_back, rank, process, lent, kept))
+
+    def _count_recall(self, rank: _Rank, lent: _Lent, leases: Sequence[_Lease]) -> None:
+        """Note what a recall meets."""
+        met = {"before" if not leases else "after" if leases[0].handle.is_over else "lent"}
+        for reader in (r for e in lent.ask.engines for r in self.decode[e]):
+            if reader.process.is_dead or not reader.engine._home.is_settled or "lent" not in met:
+                continue
+            for pull in reader.engine._driver.core.decode.pulls.values():
+                for source in pull.sources:
+                    if pull.params.key != lent.key or pull.reason is not None or source.address != f"sim://{rank.name}":
+                        continue
+                    if source.running:
+                        met.add("moving")
+                    elif source.has_landed and source.bytes_read:
+                        met.add("proven" if source.proven else "landed")
+        self.outcomes.update(f"recall.{what}" for what in met)
+
+    def _taken_back(self, rank: _Rank, process: Process, lent: _Lent, kept: Set[int]) -> None:
+        """A rank has recalled a request: its blocks are the engine's again, but for those that others hold."""
+        if rank.name not in lent.open or rank.process is not process:
+            return
+        lent.open.discard(rank.name)
+        for block in set(lent.blocks) - kept:
+            rank.words[block] = FREED
+        if not lent.open:
+            self._settle(lent)
+
     def _is_calm(self, until: float) -> bool:
         deaths = (f for f in self.script.faults if f.kind in ("agent", "crash", "close"))
         return not (self.script.mishaps or any(f.at < until and f.at + 5.0 > self.world.now for f in deaths))
@@ -738,9 +863,12 @@ class Service(Stage):
             for r in e
             if not r.process.is_dead and r.engine._home.is_settled
         ]
-        key, incarnation = msgspec.convert(lent.params["key"], Key), rank.engine.incarnation
+        key, incarnation, is_confirmed = lent.key, rank.engine.incarnation, None
+        if lent.ask.recall:
+            is_confirmed = partial(self.wire.is_confirmed, incarnation, key.token)
         now = self.world.now
-        if wrong := check_belief(readers, key, incarnation, now) or self.wire.freed(key.token, incarnation, now):
+        wrong = check_belief(readers, key, incarnation, now, is_confirmed)
+        if wrong := wrong or self.wire.freed(key.token, incarnation, now):
             self.world.violate(f"request {lent.ask.number} was given back on {rank.name}, but {wrong}")
 
     def _meet_forget(self, rank: _Rank, fault: Fault) -> None:
@@ -789,7 +917,8 @@ class Service(Stage):
 
     # -- the prefill engine -----------------------------------------------------------------------------
 
-    def _ask(self, ask: Ask, patience: int) -> None:
+    def _ask(self, ask: Ask, patience: int, wanted: Sequence[int] = ()) -> None:
+        """Compute a request, and lend it; in the `wanted` blocks if these are free."""
         world = self.world
         count = -(-ask.tokens // BLOCK)
         shared = self.lent.get(ask.shares)
@@ -798,11 +927,15 @@ class Service(Stage):
         common = list(shared.blocks[: max(min(len(shared.blocks), count) - 1, 0)]) if shared and is_common else []
         if len(engine.free) < count - len(common) or not engine.groups:
             if patience:
-                world.at(world.now + 0.5, lambda: self._ask(ask, patience - 1))
+                world.at(world.now + 0.5, lambda: self._ask(ask, patience - 1, wanted))
             else:
                 self.outcomes["asks.given_up"] += 1
             return
-        fresh = [engine.free.pop(self.rng.randrange(len(engine.free))) for _ in range(count - len(common))]
+        fresh = [block for block in wanted if block in engine.free][: count - len(common)]
+        engine.free = [block for block in engine.free if block not in fresh]
+        fresh += [
+            engine.free.pop(self.rng.randrange(len(engine.free))) for _ in range(count - len(common) - len(fresh))
+        ]
         for block in fresh:
             self.num_contents += 1
             engine.content[block] = self.num_contents
@@ -810,11 +943,18 @@ class Service(Stage):
         for block in blocks:
             engine.uses[block] += 1
         params = engine.groups[ask.number % len(engine.groups)].make_params(
-            f"P:{ask.number},\n", [(0, blocks)], ask.tokens, written=not ask.ahead, lease_s=ask.lease_s
+            f"P:{ask.number},\n",
+            [(0, blocks)],
+            ask.tokens,
+            written=not ask.ahead,
+            lease_s=ask.lease_s,
+            recall=ask.recall,
         )
         lent = self.lent[ask.number] = _Lent(ask, blocks, [engine.content[b] for b in blocks], params, engine)
         self.lent_ever.append(lent)
         self.outcomes["asks"] += 1
+        for endpoint in engine.groups[ask.number % len(engine.groups)].endpoints if ask.recall else ():
+            self.wire.may_recall(endpoint.incarnation, lent.key.token)
         self.mishaps.asked(ask.number, params)
         now = world.now
         written_at = now + ask.lend_s + (self.rng.random() ** 2 * 1.0 if ask.ahead else 0.0)
@@ -845,8 +985,9 @@ class Service(Stage):
                 reader.process.call_at(at, self._read, reader, lent, ask.retries)
 
     def _write(self, rank: _Rank, lent: _Lent) -> None:
-        # A process may be ahead of the world: what it does to memory is seen when the world is there.
-        self.world.at(rank.process.now, partial(self._fill, rank, rank.words, lent))
+        if rank.name in lent.open:  # else it was recalled before
+            # A process may be ahead of the world: what it does to memory is seen when the world is there.
+            self.world.at(rank.process.now, partial(self._fill, rank, rank.words, lent))
 
     def _fill(self, rank: _Rank, words: Words, lent: _Lent) -> None:
         for block, content in zip(lent.blocks, lent.contents, strict=True):
@@ -873,7 +1014,7 @@ class Service(Stage):
             core.prefill.max_ended, core.prefill.spent = memory, SpentKeys(memory)
 
     def _spent(self, rank: _Rank, lent: _Lent) -> None:
-        key = msgspec.convert(lent.params["key"], Key)
+        key = lent.key
         if key.memory_epoch >= rank.engine.memory_epoch:
             self.wire.spent(rank.process, rank.engine.incarnation, key.token)
         if self.script.memory and rank.engine._driver.core.prefill.spent.num_gaps > self.script.memory:
@@ -900,10 +1041,13 @@ class Service(Stage):
             self.world.note(rank.name, "does not lend", repr(exc))
             is_forgotten = "was open for too long" in str(exc) and rank.engine._driver.core.prefill.spent.num_given_up
             self.outcomes["lend.given_up"] += bool(is_forgotten)
-            if not isinstance(exc, EngineClosed) and "memory epoch" not in str(exc) and not is_forgotten:
+            is_expected = isinstance(exc, EngineClosed) or "memory epoch" in str(exc) or is_forgotten
+            if not is_expected and (process, lent) not in self.recalled:
                 self.world.violate(f"{rank.name} does not lend request {lent.ask.number}: {exc}")
             self._given_back(rank, lent)
             return
+        if (process, lent) in self.recalled:
+            self.world.violate(f"{rank.name} lends request {lent.ask.number}, which was recalled")
         if rank.is_draining:
             self.world.violate(f"{rank.name} drains, and lends request {lent.ask.number}")
         told = f"request {lent.ask.number}, readers={len(lent.ask.engines)}"
@@ -911,6 +1055,9 @@ class Service(Stage):
         holder = _Lease(lent.ask.number, handle, lent, process, clock, rank.engine)
         self.leases.append((rank, process, holder))
         self._spent(rank, lent)
+        incarnation = rank.engine.incarnation
+        if lent.ask.recall:
+            self.wire.lent(process, incarnation, lent.key.token)
 
         async def wait() -> None:
             try:
@@ -920,6 +1067,8 @@ class Service(Stage):
             if holder.ended:
                 self.world.violate(f"two ends of lease {lent.ask.number} on {rank.name}")
             holder.ended, holder.ended_at, holder.words = end.cause, process.now, end.readers
+            if lent.ask.recall:
+                self.wire.ended(process, incarnation, lent.key.token)
             if end.cause == "revoked" and rank.is_draining and holder.revoked is None:
                 self.world.violate(f"request {lent.ask.number} was revoked by the drain of {rank.name}")
             self.outcomes[f"lease.{end.cause}"] += 1
@@ -949,7 +1098,8 @@ class Service(Stage):
                 self.world.violate(f"{what}, before its time; {alive} live, and never hung up")
         if ran_s > LEASE.max_lease_s + TURN_S:
             self.world.violate(f"{what}, longer than any may last")
-        if lease.ended != "closed" and lease.revoked and lease.revoked.ran_s > LEASE.grant_s * 1.001 + TURN_S:
+        most_s = TURN_S + (0.0 if lease.lent.ask.recall else LEASE.grant_s * 1.001)
+        if lease.ended != "closed" and lease.revoked and lease.revoked.ran_s > most_s:
             self.world.violate(f"{what}, {lease.revoked.ran_s:.3f} s after it was revoked")
         if not any(a.lent is lease.lent for a in self.attempts) and ran_s > lease.lent.ask.lease_s + TURN_S:
             self.world.violate(f"{what}, though nobody asked for it")
@@ -988,6 +1138,10 @@ class Service(Stage):
             if not lent.engine.uses[block]:
                 lent.engine.free.append(block)
         self.lent.pop(lent.ask.number, None)
+        if lent.is_preempted:
+            lent.is_preempted = False
+            ask = replace(lent.ask, number=lent.ask.number + AGAIN, at=self.world.now, shares=-1, lend_s=0.0, fate=LENT)
+            self.world.at(self.world.now, partial(self._ask, ask, 3, lent.blocks))
 
     # -- the decode engines -----------------------------------------------------------------------------
 
@@ -1009,18 +1163,20 @@ class Service(Stage):
         if self.script.mishaps:
             return False
         return not {"fail", "loss"} <= {f.kind for f in self.script.faults} and all(
-            f.kind == "forget" or (f.kind in MILD and (f.kind != "loss" or f.seconds <= SHORT_LOSS_S))
+            f.kind in ("forget", *TAKEN) or (f.kind in MILD and (f.kind != "loss" or f.seconds <= SHORT_LOSS_S))
             for f in self.script.faults
         )
 
     def _was_done_with(self, rank: _Rank, lease: _Lease) -> bool:
         """All readers that owed a release had been discharged for a while when the lease ended."""
-        ask = next(a for a in self.script.asks if a.number == lease.ask)
+        ask = lease.lent.ask
         readers = self.script.readers_of(rank.rank)
         since = [self.discharged.get((ask.number, self.decode[e][r].name)) for e in ask.engines for r in readers]
         # A release that was lost, or came early and found no room, is repeated after 0.2, 0.6, 1.4 and 3 seconds.
         slack = 3.3 if any(f.kind in ("loss", "hostile") for f in self.script.faults) else 1.0
-        return all(at is not None and at < lease.ended_at - slack for at in since)
+        # A release that comes before its request is lent is remembered for a while, not for ever.
+        begin = lease.clock.at - LEASE.parked_s
+        return all(at is not None and begin < at < lease.ended_at - slack for at in since)
 
     def _was_told(self, rank: _Rank, lease: _Lease) -> str:
         """Say what a lease's end tells otherwise than its readers do."""
@@ -1245,7 +1401,7 @@ class Attempt:
         cancelled = None
         self.is_pulling, self.cancelled = True, None
         try:
-            await self._ask(request_id, blocks, is_last)
+            pull_id = await self._ask(request_id, blocks, is_last)
         except PullError as exc:
             service.outcomes[f"pull.{exc.reason}"] += 1
             self.reason = f"{exc.reason}: {exc}"
@@ -1284,6 +1440,8 @@ class Attempt:
             self._in_time(called, frozen)
             if self._reads and ask.fate != LENT:
                 self._violate("published bytes of a request that was never lent")
+            if ask.recall and (owners := service.wire.unconfirmed(self.process, self.lent.key.token, pull_id)):
+                self._violate(f"published bytes that {len(owners)} ranks have not confirmed")
             self.said = {"complete"}
             self._is_spared(called, "")
             world.at(self.process.now, partial(self._verify, blocks, first))
@@ -1296,8 +1454,8 @@ class Attempt:
             raise cancelled
         return again
 
-    async def _ask(self, request_id: str, blocks: list[int], is_last: bool) -> None:
-        """Call asynckv as a decode engine does."""
+    async def _ask(self, request_id: str, blocks: list[int], is_last: bool) -> str:
+        """Call asynckv as a decode engine does, and return the id of the attempt that succeeded."""
         groups = [(self.lent.ask.cached, blocks)]
         ask = self.lent.ask
         retries = ask.retries if ask.is_engine_retry else 0
@@ -1305,6 +1463,7 @@ class Attempt:
             request_id, groups, self.params, is_last=is_last, priority=ask.priority, retries=retries
         )
         self.service.outcomes["pull.retried"] += result.attempts > 1
+        return str(result.pull_id)
 
     async def _wait(self, returned: Any) -> bool:
         """Wait for blocks, however often the task is cancelled; False if they are lost."""
@@ -1358,7 +1517,8 @@ class Attempt:
         if not (is_spared or script.is_only_hostile) or called > lent.lent_from + lent.ask.lease_s - 1.0:
             return  # trouble is allowed, or it came late: the router took long, or there were no blocks to fill
         took = self.process.now - max(called, lent.lent_by)
-        bound = UNTROUBLED_S + UNTROUBLED_PACKETS * 2.5e-4 * script.wire + UNTROUBLED_READS * 2e-3 * script.data
+        num_packets = UNTROUBLED_PACKETS + 2 * lent.ask.recall  # a read that may be recalled is confirmed
+        bound = UNTROUBLED_S + num_packets * 2.5e-4 * script.wire + UNTROUBLED_READS * 2e-3 * script.data
         if script.budget:
             bound *= len(script.asks)  # it may be the last of the queue
         if script.is_packed:

@@ -250,6 +250,8 @@ class World(Fabric):
         """Called with what a process says to an address."""
         self.on_delivered: Callable[[Process, str, bytes], None] = lambda process, origin, packet: None
         """Called with what a process is about to hear from an address."""
+        self.on_heard: Callable[[Process, bytes], None] = lambda process, packet: None
+        """Called with what a process is about to hear from an asker."""
         self.censor: Callable[[Process, Process, bytes], bytes] = lambda source, target, packet: packet
         """Says what is left of a packet that is about to leave; nothing: it is lost."""
         self._heap: list[tuple[float, int, Callable[[], object], Process | None]] = []
@@ -379,6 +381,8 @@ class WorldControl(Port):
         self.process.world.note(self.process.name, "received", packet)
         if isinstance(origin, str):
             self.process.world.on_delivered(self.process, origin, packet)
+        else:
+            self.process.world.on_heard(self.process, packet)
         super().hear(origin, packet)
         self.process.spend()
 
@@ -439,6 +443,7 @@ class WorldData(Nic):
     Attributes:
         on_post, on_land: Called with a transfer when it is posted, and before some of it lands or is placed, with the
             places in our memory that are written.
+        on_done: Called with a transfer whose good end this process is told.
         fate_of: Says what becomes of one transfer, given what became of it otherwise.
     """
 
@@ -447,6 +452,7 @@ class WorldData(Nic):
         self.process, self._declared = process, tuple(memories)
         self.on_post: Callable[[Transfer], None] = lambda transfer: None
         self.on_land: Callable[[Transfer, Sequence[tuple[int, int, int]]], None] = lambda transfer, spots: None
+        self.on_done: Callable[[TransferId], None] = lambda transfer_id: None
         self.fate_of: Callable[[Transfer, TransferFate], TransferFate] = lambda transfer, fate: fate
         self.is_closed = False
         self._life = 0  # counts its ends, after which no copy is made
@@ -495,6 +501,7 @@ class WorldData(Nic):
             self._land(transfer)
             process.spend()
             transfer.is_over = transfer.is_dead = True
+            self.on_done(transfer_id)
             return TransferEnded(transfer_id, Ending.DONE, difference=transfer.difference)
         self.running[transfer_id] = transfer
         if transfer.is_staged:
@@ -576,6 +583,8 @@ class WorldData(Nic):
         for ended in news:
             if isinstance(ended, TransferEnded) and ended.ending not in (Ending.IN_DOUBT, Ending.DETACHED):
                 self.running.pop(ended.transfer_id, None)
+                if ended.ending is Ending.DONE:
+                    self.on_done(ended.transfer_id)
         self.process.spend()
         return news
 
