@@ -30,6 +30,7 @@ from tests.test_token_shards import pairs, ranks_of
 
 Ends = list[Int64s]
 NOWHERE, STATE = -1, 0
+MOST_EXPANDED = 1 << 16  # bytes of a look whose ranges are judged byte by byte
 
 
 def ends(rank: Rank, lists: Lists) -> Ends:
@@ -92,6 +93,12 @@ def bytes_of(look: Look, local: Rank, remote: Rank) -> list[tuple[Bytes, Bytes]]
         out.append((local.arrays[memory][offset : offset + length], remote.arrays[far][behind : behind + length]))
     assert look.num_bytes == sum(len(mine) for mine, _ in out) <= PLACE_BYTES
     assert 1 <= look.num_descriptors <= MAX_PIECES
+    for side in (0, 2) if look.num_bytes <= MOST_EXPANDED else ():
+        every, joined = (
+            [(memory, at) for memory, begin, length in some.tolist() for at in range(begin, begin + length)]
+            for some in (look.pieces[:, (side, side + 1, 4)], look.ranges(side))
+        )
+        assert every == joined
     return out
 
 

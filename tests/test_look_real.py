@@ -25,6 +25,7 @@ from asynckv.edges.nic.nixl import NixlPlane
 from asynckv.edges.torch import first_difference_of_tensors
 from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
+from asynckv.geometry.look import PLACE_BYTES, Look
 from tests.engines import Bench, memory
 from tests.test_nixl_edge import Side, pairs, table
 from tests.test_process import Real, over_tcp
@@ -247,6 +248,24 @@ async def test_without_looks_a_plane_has_no_places() -> None:
     assert plane._agent is not None
     assert plane._agent._places is None
     plane.close()
+
+
+def test_a_place_is_compared_with_all_pieces_whether_they_touch_or_not() -> None:
+    ours = np.random.default_rng(1).integers(0, 256, (2, 400), np.uint8)
+    made = places.Places([Memory(each.ctypes.data, each.nbytes) for each in ours])
+    pieces = [(0, 10, 30), (0, 40, 5), (1, 45, 7), (1, 300, 60), (1, 360, 40), (0, 0, 1)]
+    rows = np.array([(memory, at, 0, 0, length, 0, 0) for memory, at, length in pieces])
+    look = Look(None, rows, 143, place=3)  # type: ignore[arg-type]
+    theirs = made._areas["cpu", 0][3 * PLACE_BYTES :]
+    theirs[:143] = np.concatenate([ours[memory][at : at + length] for memory, at, length in pieces])
+    assert made.compare(look) is None
+    for number, (index, at, length) in enumerate(pieces):
+        for byte in range(at, at + length):
+            ours[index][byte] ^= 1
+            found, mine = made.compare(look), int(ours[index][byte])
+            assert found is not None
+            assert (found.piece, found.here[0], found.there[0]) == (number, mine, mine ^ 1)
+            ours[index][byte] ^= 1
 
 
 # -- the comparison of tensors -----------------------------------------------------------------------------------
