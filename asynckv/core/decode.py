@@ -267,7 +267,8 @@ class DecodeSide:
         while (source := self.posting.next()) is not None:
             pull, peer = self.pulls[source.pull_id], self.peers.by_place[source.rank.place]
             transfer_id = TransferId(next(self._transfer_ids))
-            if type(source.next_read) is Look and not self._places.has_room(peer.place):
+            may_look = type(source.next_read) is not Look or self._places.has_room(peer.place)
+            if not may_look and not all(self.transfers[each].is_detached for each in self._places.users):
                 self.posting.pass_over(peer.line)
                 self._to_look[source] = None
                 continue
@@ -278,6 +279,11 @@ class DecodeSide:
                 peer.moved_at = now
             self.posting.posted(peer.line, transfer_id, read.num_bytes, read.num_descriptors)
             self._outbox.counters["descriptors.posted"] += read.num_descriptors
+            if not may_look:
+                # Looks that hang have all places. One peer's trouble must not fail pulls of another.
+                self._outbox.counters["looks.skipped"] += 1
+                self.ended(TransferEnded(transfer_id, ENDING.DONE), 0.0, now)
+                continue
             if isinstance(read, Look):
                 place = self._places.take(transfer_id, peer.place)
                 return PostRead(transfer_id, peer.agent_name, replace(read, place=place), pull)
@@ -323,6 +329,7 @@ class DecodeSide:
             self._outbox.counters["transfers.late_news"] += 1
             return
         look = transfer.read if isinstance(transfer.read, Look) else None
+        has_place = look is not None and transfer_ended.transfer_id in self._places.users
         if look is not None and transfer_ended.ending is ENDING.IN_DOUBT:
             # It may still write its place, and no block.
             transfer_ended = transfer_ended._replace(ending=ENDING.DETACHED)
@@ -344,7 +351,8 @@ class DecodeSide:
             peer.moved_at = now  # only a transfer that is done shows that the peer makes progress
             if peer.line.is_set_aside and peer.state is S.READY:
                 self._take_back(peer)
-            counters["bytes.read" if look is None else "bytes.looked_at"] += transfer.read.num_bytes
+            if look is None or has_place:
+                counters["bytes.read" if look is None else "bytes.looked_at"] += transfer.read.num_bytes
             if transfer.beside:
                 transfer.show_pace(now)
         elif ending is ENDING.REFUSED:
@@ -352,8 +360,9 @@ class DecodeSide:
             # pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
             self._outbox.commands.append(TableRefused(peer.name, cause))
             self._lose(peer, Reason.GEOMETRY, f"{peer.where} cannot be read: {cause}", now)
-        if look is not None and transfer_id not in self.transfers:
-            self._places.give_back(transfer_id)
+        if has_place:
+            if transfer_id not in self.transfers:
+                self._places.give_back(transfer_id)
             waiting, self._to_look = self._to_look, {}
             for other in waiting:
                 if (its_peer := self.peer_of(other)) is not None:
@@ -361,7 +370,7 @@ class DecodeSide:
         if not was_detached:
             if peer_lost:
                 pull.could_not_meet(now + self._config.backoff_s)
-            if look is not None and ending is ENDING.DONE:
+            if look is not None and has_place and ending is ENDING.DONE:
                 pull.looked(source, look, difference)
             detect_s, read_bytes = min(detect_s, now - transfer.posted_at), 0 if look else transfer.read.num_bytes
             effects = pull.ended(source, transfer_ended, read_bytes, detect_s, now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from typing import Generic, TypeVar
 
 User = TypeVar("User", bound=Hashable)
@@ -17,6 +17,10 @@ class Slots(Generic[User]):
         self._free = list(range(number))
         self._in_use: dict[User, tuple[int, Hashable]] = {}  # slot, and the peer
         self._by_name: Counter[Hashable] = Counter()
+
+    @property
+    def users(self) -> Collection[User]:
+        return self._in_use.keys()
 
     @property
     def num_in_use(self) -> int:
