@@ -6,7 +6,7 @@ of a look lands, the world's owner is asked what the block holds there. What a p
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -65,6 +65,8 @@ class _OfRank:
 @dataclass(slots=True, eq=False)
 class _OfPull:
     pull: Pull
+    num_skipped: int
+    """Looks that its engine had gone without before."""
     ranks: dict[str, _OfRank] = field(default_factory=dict)
 
 
@@ -98,7 +100,16 @@ class Filling:
                 f"{self.rank.process.name} reads {pull.request_id} again, of which bytes differed in "
                 f"{others[0].pull.pull_id}"
             )
-        return self.pulls.setdefault(pull.pull_id, _OfPull(pull))
+        return self.pulls.setdefault(pull.pull_id, _OfPull(pull, self._num_skipped))
+
+    @property
+    def _counters(self) -> Counter[str]:
+        counters: Counter[str] = self.rank.engine._driver.core.outbox.counters
+        return counters
+
+    @property
+    def _num_skipped(self) -> int:
+        return self._counters["looks.skipped"]
 
     def landed(self, of: _OfPull, owner: Any, transfer: Transfer, pieces: range, flip_p: float) -> None:
         """Some pieces have landed, or were placed."""
@@ -151,6 +162,9 @@ class Filling:
             return ""  # nothing was wanted
         if (differ := np.argwhere(self._differing(of))).size:
             return f"published bytes that had changed at its second look: {self._say(differ[0])}"
+        if self._num_skipped > of.num_skipped and self._counters["transfers.detached"]:
+            self.rank.service.outcomes["looks.skipped"] += 1
+            return ""  # looks that hang had all places
         has_looked = any((each.seen != NOT_SEEN).any() for each in of.ranks.values())
         if looks.share < 1 and not has_looked:
             return ""

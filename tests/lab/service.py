@@ -551,7 +551,7 @@ class Service(Stage):
     def _probe(self) -> None:
         """With the faults over, a fresh request must complete on every rank that has a block for it."""
         world, engines = self.world, tuple(range(self.script.decode_engines))
-        able = {r.name for e in self.decode for r in e if len(r.free) >= len(self.prefill) and self._is_able(r)}
+        able = {r.name for e in self.decode for r in e if len(r.free) >= len(self.prefill) and not r.process.is_dead}
         count = len(self.attempts)
         for engine in range(len(self.prefill)):
             self._ask(Ask(PROBE + engine, world.now, BLOCK, False, engines, -1, 0, 0.0, 0, 4.0, 0.01, engine), 0)
@@ -559,13 +559,6 @@ class Service(Stage):
         for attempt in self.attempts[count:]:
             if attempt.rank.name in able and attempt.reason != "complete" and not world.violation:
                 world.violate(f"a fresh request on {attempt.rank.name} failed: {attempt.reason}")
-
-    def _is_able(self, rank: _Rank) -> bool:
-        """Whether a rank lives, and has a place for a look: one that hangs keeps its place."""
-        if rank.process.is_dead or not rank.engine._home.is_settled or self.script.looks is None:
-            return not rank.process.is_dead
-        places = rank.engine._driver.core.decode._places
-        return max(places._by_name.values(), default=0) < places.number - places.num_in_use
 
     # -- faults ---------------------------------------------------------------------------------------
 
