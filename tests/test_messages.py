@@ -353,7 +353,7 @@ def test_a_peer_refuses_only_for_what_is_a_peers_to_say(reason: Reason) -> None:
     (source,) = pull.sources
     answer(m.Refused(pull.params.key, pull.pull_id, next(iter(source.nonces)), Reason.UNKNOWN))
     own = {Reason.COMPLETE, Reason.CANCELLED, Reason.TIMEOUT, Reason.NOT_LENT_YET, Reason.GEOMETRY, Reason.UNPLANNABLE}
-    own |= {Reason.DISCHARGED}
+    own |= {Reason.DISCHARGED, Reason.DIFFERS}
     own |= {Reason.REMOTE_TOO_SHORT, Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST}
     own |= {Reason.STANDSTILL, Reason.QUEUE_FULL, Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RELEASED}
     assert (pull.failure is None) is (reason in own)

@@ -356,7 +356,7 @@ def test_pulls_go_without_a_look_while_all_places_hang_and_nothing_leaks() -> No
     for look in stuck:
         assert {pull.reason for pull in waits} == {None}
         world.tell(decode, TransferEnded(look, Ending.IN_DOUBT, "unheard of"))
-    world.run()
+    world.live(1.0)
     assert {pull.reason for pull in waits} == {Reason.COMPLETE}
     assert decode.core.outbox.counters["looks.skipped"] == len(waits)
     assert all(pull.is_returned for pull in pulls)

@@ -88,7 +88,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"lease": {"lease_s": float("nan")}}, r"extra_config\.lease: lease_s"),
     ({"lease": {"lease_s": 100, "max_lease_s": 50}}, "max_lease_s 50"),
     ({"pull": {"retries": -1}}, r"extra_config\.pull: retries"),
-    ({"pull": {"second_look": 1.5}}, r"extra_config\.pull: second_look is 1\.5; it is a share of pulls"),
+    ({"pull": {"second_look": 1.5}}, r"extra_config\.pull: second_look is 1\.5; it must be a finite"),
     ({"pull": {"second_look_bytes": "some"}}, r"second_look_bytes is 'some'"),
     ({"nixl": {"params": [1]}}, r"nixl\.params"),
     ({"nixl": {"process": "maybe"}}, "process is 'maybe'"),
