@@ -517,8 +517,10 @@ class PrefillSide:
             return
         until, kept = now + self._config.parked_s, message
         if known is not None:
-            if isinstance(known.message, Release):
-                kept = known.message  # a claim that arrives after the release is late, and no longer wanted
+            if isinstance(known.message, Release) or (
+                isinstance(message, Claim) and message.nonce < known.message.nonce
+            ):
+                kept = known.message  # a claim that arrives after a newer one, or after the release, is late
             self._unpark(known)
         if known is not None and type(kept) is type(known.message):
             until = known.until  # repeats do not extend the time
