@@ -27,7 +27,7 @@ import msgspec
 from asynckv.core import notes
 from asynckv.core.outbox import Command, DetachRead, LeaseOver, Milestone, PullReached
 from asynckv.core.pull import Kind, Pull
-from asynckv.core.types import Key, Outcome, Reason, TransferId, rank_name
+from asynckv.core.types import How, Key, Outcome, Reason, TransferId, rank_name
 from asynckv.core.wire import (
     Ack,
     Claim,
@@ -508,7 +508,8 @@ class Witness:
     def _pull(self, pulled: _Pulled) -> LatePull | None:
         pull, process = pulled.pull, pulled.process
         is_soon = pulled.returned_at - pulled.ended_at <= AWAY_S / process.rate
-        if not pulled.was_held or (pull.reason is Reason.CANCELLED and is_soon):
+        is_well = pull.reason is Reason.CANCELLED or pull.blame.how is How.RECALLED
+        if not pulled.was_held or (is_well and is_soon):
             return None
         ask, reader = int(pull.request_id[1:]), self.service.ranks[process.name.partition("#")[0]]
         whys = set(pulled.whys)
