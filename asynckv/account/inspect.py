@@ -211,11 +211,18 @@ class Inspector:
         """Return the holders of blocks, and the requests that wait for another attempt at filling theirs."""
         return self._holds(self._ledger, now) + self.between_attempts(now)
 
-    def sharing(self, requests: Collection[KVTransferParams], now: float) -> tuple[HeldBlocks, ...]:
-        """Return other holders of blocks that these requests name, and of each only those blocks."""
-        own = {params.key.token for params in requests}  # held on if the engine has ended, and granted no more
+    def sharing(
+        self, requests: Collection[KVTransferParams], now: float, *, has_ended: bool = False
+    ) -> tuple[HeldBlocks, ...]:
+        """Return other holders of blocks that these requests name, and of each only those blocks. An engine that has
+        ended grants no more, so that its leases hold blocks only while a grant runs.
+        """
+        free = {params.key.token for params in requests}
+        if has_ended:
+            leases = self._prefill.leases.items()
+            free |= {key.token for key, x in leases if all(grant.until <= now for grant in x.grants.values())}
         shared = self._ledger.shared(params.groups for params in requests)
-        return self._holds([hold for hold in shared if hold.holder not in own], now)
+        return self._holds([hold for hold in shared if hold.holder not in free], now)
 
     def _holds(self, holdings: Collection[Holding] | Ledger, now: float) -> tuple[HeldBlocks, ...]:
         if not holdings:

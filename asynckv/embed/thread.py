@@ -377,8 +377,8 @@ class EngineThread:
                 f"the recall was not carried out within {timeout_s:g} s, and stays ordered: write none of these blocks "
                 f"before another recall of them has returned{self._whereabouts()}"
             ) from None
-        if others is None:  # nothing grants any more, but grants to others may still be relied on
-            others = self.engine._driver.inspect.sharing(found, self.engine._clock.now())
+        if others is None:
+            others = self.engine._driver.inspect.sharing(found, self.engine._clock.now(), has_ended=True)
         return others
 
     # -- for other threads -------------------------------------------------------------------------
