@@ -364,7 +364,9 @@ class LeaseHeld(Told, kw_only=True):
 
 
 class LeaseEnded(OfLease):
-    """The blocks belong to the prefill engine again. Sampled if all readers released; else a warning, always logged."""
+    """The blocks belong to the prefill engine again. Sampled if all readers released, or if recalled; else a warning,
+    always logged.
+    """
 
     levels = ("info", "warning")
     until = ITSELF

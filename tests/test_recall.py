@@ -638,3 +638,18 @@ def test_a_withdrawn_request_is_not_lent_after_the_memory_was_registered_anew() 
     key = msgspec.structs.replace(params.key, memory_epoch=1)
     prefill.core.withdraw(msgspec.structs.replace(params, key=key), world.time(prefill))
     assert prefill.core.prefill.memory_epoch == 1, "the next epoch is a later one, and refuses this key"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("other", [{"recall": True}, {"groups": [[0, [[8, 2]]]]}, {"num_tokens": 1}])
+async def test_params_that_are_not_those_of_the_loan_recall_nothing(sim: Bench, other: dict[str, Any]) -> None:
+    """A mark that was added later says nothing to a reader, which goes by the params that it was given."""
+    async with sim.pair(lease=QUICK) as (prefill, _, group):
+        marked = "recall" not in other
+        params = group.make_params("r", [(0, [3, 4])], 2, written=True, recall=marked)
+        good = group.make_params("good", [(0, [5])], 1, written=True, recall=True)
+        loans = [prefill.engine.lend(each) for each in (params, good)]
+        with pytest.raises(LocalProtocolError, match="was lent with other params"):
+            prefill.engine.recall([good, {**params, **other}])
+        assert [loan.is_over for loan in loans] == [False, False]
+        assert prefill.engine.recall([good, params] if marked else [good]) == ()

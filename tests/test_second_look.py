@@ -415,7 +415,7 @@ def test_every_rank_is_looked_at_for_itself(bad: int | None) -> None:
     assert all(lease.is_over for lease in leases)
     if bad is not None:
         assert pull.blame.ranks == (pull.sources[bad].name,)
-        assert re.search(rf"what others/tp{bad}@.*tokens 4 to 7: \w+ was read first, and 7777", pull.detail)
+        assert re.search(rf"what others/tp{bad}@.*tokens 4 to 7: our block has \w+, and the lent one 7777", pull.detail)
     assert is_clean(decode)
 
 
@@ -480,7 +480,7 @@ async def test_a_difference_is_raised_and_logged_once_per_peer(sim: Bench, event
             for array in prefill.arrays:
                 array ^= 1
             decode.data.finish()
-            with pytest.raises(BytesDiffer, match="lent has changed since it was read, or on its way") as raised:
+            with pytest.raises(BytesDiffer, match="lent, or our copy, has changed since it was read") as raised:
                 await task
             assert (raised.value.is_retryable, raised.value.failed_in) == (False, "confirm")
             await lent.wait_released()

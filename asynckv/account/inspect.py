@@ -217,10 +217,10 @@ class Inspector:
         """Return other holders of blocks that these requests name, and of each only those blocks. An engine that has
         ended grants no more, so that its leases hold blocks only while a grant runs.
         """
-        free = {params.key.token for params in requests}
-        if has_ended:
-            leases = self._prefill.leases.items()
-            free |= {key.token for key, x in leases if all(grant.until <= now for grant in x.grants.values())}
+        own, free = {params.key for params in requests}, set[str]()
+        for key, lease in self._prefill.leases.items() if has_ended else ():
+            if (key in own and lease.lent.recall) or all(grant.until <= now for grant in lease.grants.values()):
+                free.add(key.token)
         shared = self._ledger.shared(params.groups for params in requests)
         return self._holds([hold for hold in shared if hold.holder not in free], now)
 

@@ -36,7 +36,7 @@ from asynckv.core.readers import Identity, Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
 from asynckv.core.types import SAME_SHARDS, Key, KVTransferParams, Outcome, PullId, Reason, ReplyTo, RequestId
-from asynckv.core.wire import Ack, Claim, NotYet, Pack, Packed, Ping, Refused, Release, Renew, Unpack
+from asynckv.core.wire import Ack, Claim, NotYet, Pack, Packed, Ping, Refused, Release, Renew, Unpack, blocks_digest
 from asynckv.errors import EngineClosed, LayoutError, LocalProtocolError
 from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
@@ -239,6 +239,15 @@ class PrefillSide:
     def check_ours(self, params: KVTransferParams) -> None:
         if (params.engine_id, params.tp_size, params.pp_size, params.num_token_shards or 1) != self._here:
             raise self._not_ours(params)
+
+    def check_recall(self, params: KVTransferParams) -> None:
+        """Refuse params that are not those of the loan, because its reader goes by what was lent."""
+        said = params.groups, params.num_tokens, params.written, params.hashes, params.hash_tokens, params.recall
+        if (lease := self.leases.get(params.key)) is not None and lease.digest != blocks_digest(*said):
+            raise LocalProtocolError(
+                f"request {params.request_id[:200]!r} was lent with other params (other blocks, or not with "
+                f"recall=True); give those that it was lent with, or withdraw it and wait for its end"
+            )
 
     def revoke(self, lease: Lease, now: float, by: str = "caller") -> None:
         if not lease.is_over:

@@ -711,7 +711,7 @@ class Pull:
         """Take the outcome, and release every rank that was not settled before."""
         for source in self.sources if self.looks and self.failure is None else ():
             if source.differs is not None:
-                detail = f"what {source.where} lent has changed since it was read, or on its way: {source.differs}"
+                detail = f"what {source.where} lent, or our copy, has changed since it was read: {source.differs}"
                 self._fail(Reason.DIFFERS, detail, now, Blame((source.name,)))
                 self.waited_for = ""
         self.reason, self.detail = self.failure or (Reason.COMPLETE, "")

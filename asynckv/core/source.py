@@ -244,5 +244,6 @@ class Source:
         if self.proven or self.role is not ROLE.READ:
             return None
         reason = Reason.LEASE_LOST if self.lent_by < math.inf and not lets_go else answer.reason
-        text = f"{self.where} refused: {answer.reason}"
+        is_recalled = self.confirms and answer.reason is Reason.REVOKED
+        text = f"{self.where} {'took the blocks back' if is_recalled else f'refused: {answer.reason}'}"
         return reason, f"{text} ({answer.detail})" if answer.detail else text

@@ -443,11 +443,14 @@ class Engine:
 
         Raises:
             EngineClosed: The engine was not started.
-            LocalProtocolError: Params are of another engine, or were made without `recall=True`. Nothing has changed.
+            LocalProtocolError: Params are of another engine, made without `recall=True`, or not those of the loan.
+                Nothing has changed.
             RemoteProtocolError: Params are malformed. Nothing was changed.
         """
         self._home.here(self.recall)
         found = recallable(requests, self._driver)
+        for params in found:
+            self._driver.core.prefill.check_recall(params)
         for params in found:
             self.withdraw(params)
         return self._driver.inspect.sharing(found, self._clock.now())

@@ -88,8 +88,8 @@ class Differing(NamedTuple):
     def __str__(self) -> str:
         last = self.first_token + self.num_tokens - 1
         return (
-            f"part {self.part!r} of layer {self.layer!r}, tokens {self.first_token} to {last}: {self.read} was read "
-            f"first, and {self.seen} at a second look"
+            f"part {self.part!r} of layer {self.layer!r}, tokens {self.first_token} to {last}: our block has "
+            f"{self.read}, and the lent one {self.seen} at a second look"
         )
 
 

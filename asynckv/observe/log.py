@@ -31,7 +31,7 @@ from asynckv.account.waits import last_grants, waits_for
 from asynckv.account.watch import HeldAlike
 from asynckv.arguments import is_text
 from asynckv.config import EngineConfig, LogConfig
-from asynckv.core.lease import Lease, LeaseState
+from asynckv.core.lease import RECALL, Lease, LeaseState
 from asynckv.core.limits import Limiter
 from asynckv.core.news import lease_granted, pull_ids
 from asynckv.core.notes import History, Lapsed, Note, ReaderGone
@@ -346,7 +346,7 @@ class Recorder(Observer):
 
     def lease_ended(self, lease: Lease, now: float) -> None:
         """Log the end of a lease, with the readers that are still owed if it did not end by releases."""
-        good = lease.state is LeaseState.RELEASED
+        good = lease.state is LeaseState.RELEASED or lease.revoked_by == RECALL  # engines that preempt recall often
         if self._level > logging.WARNING or (good and not lease.is_sampled):
             return
         ended = told.LeaseEnded(
@@ -361,7 +361,7 @@ class Recorder(Observer):
             packed=lease.num_packed or None,
             successes_not_logged=self._skip_count(),
         )
-        if good:
+        if lease.state is LeaseState.RELEASED:
             self.log(ended)
             return
         late_s = min(lease.ended_at, now) - lease.expires_at if lease.state is LeaseState.EXPIRED else 0.0
@@ -375,7 +375,10 @@ class Recorder(Observer):
             late_s=round(late_s, 3) if late_s > LATE_S else None,
             history=_relative(lease.history),
         )
-        self._ended_alike(ended, told.LeasesEndedAlike, str(owed), now, lease.history)
+        if good:
+            self.log(ended)
+        else:
+            self._ended_alike(ended, told.LeasesEndedAlike, str(owed), now, lease.history)
 
     def lease_lent(self, lease: Lease, params: KVTransferParams, now: float) -> None:
         """Log that a request was lent, and decide whether its grants and its successful end are logged too."""
