@@ -105,9 +105,9 @@ class PullConfig:
         max_queued: Most pulls that wait to read; one more is refused at once (`Overloaded`).
         retries: Number of retries of a failed pull within its deadline; 0 for none. 1 or 2 help over TCP.
         retry_s: Pause before the first retry; it doubles up to 2 s.
-        second_look: Share of pulls that read a sample twice and compare it, from 0 (none) to 1 (all). This finds owners
-            that write into lent blocks, and transports that change bytes.
-        second_look_bytes: Most bytes of this sample per rank, about, or `all`.
+        second_look: Share of pulls that read a sample twice and compare it, from 0 (none) to 1 (all). This finds what
+            writes into lent blocks, or blocks that are being filled, and transports that change bytes.
+        second_look_bytes: Most bytes of this sample per rank, about (less if its pieces are small), or `all`.
     """
 
     timeout_s: float = 30.0
