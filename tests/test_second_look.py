@@ -354,7 +354,6 @@ def test_pulls_go_without_a_look_while_all_places_hang_and_nothing_leaks() -> No
     waits = [pull for pull in pulls if not any(source.running for source in pull.sources)]
     assert len(waits) == len(pulls) - NUM_PLACES
     for look in stuck:
-        assert {pull.reason for pull in waits} == {None}
         world.tell(decode, TransferEnded(look, Ending.IN_DOUBT, "unheard of"))
     world.live(1.0)
     assert {pull.reason for pull in waits} == {Reason.COMPLETE}
@@ -370,6 +369,21 @@ def test_pulls_go_without_a_look_while_all_places_hang_and_nothing_leaks() -> No
     again = world.pull(decode, "again", [11], params)
     world.run()
     assert again.reason is Reason.COMPLETE
+
+
+def test_a_peer_whose_looks_hang_is_not_looked_at_again_while_others_are() -> None:
+    world, _, decode, pulls = hanging()
+    side = decode.core.decode
+    own = [pull for pull in pulls if pull.params.engine_id == "prefill"]
+    for pull in own:
+        for look in [*pull.sources[0].running]:
+            world.tell(decode, TransferEnded(look, Ending.IN_DOUBT, "unheard of"))
+    params, _ = world.lent(world.ranks["p"], "again", [9], written=True)
+    again = world.pull(decode, "again", [0], params)
+    read(world, decode)
+    assert again.reason is Reason.COMPLETE
+    assert side._to_look, "looks of other peers wait for those that run"
+    assert (decode.core.outbox.counters["looks.skipped"], again.measures.looked_bytes) == (1, 0)
 
 
 def test_a_pull_that_is_cancelled_while_its_look_waits_leaves_the_line() -> None:

@@ -267,11 +267,14 @@ class DecodeSide:
         while (source := self.posting.next()) is not None:
             pull, peer = self.pulls[source.pull_id], self.peers.by_place[source.rank.place]
             transfer_id = TransferId(next(self._transfer_ids))
-            may_look = type(source.next_read) is not Look or self._places.has_room(peer.place)
-            if not may_look and not all(self.transfers[each].is_detached for each in self._places.users):
-                self.posting.pass_over(peer.line)
-                self._to_look[source] = None
-                continue
+            has_room = type(source.next_read) is not Look or self._places.has_room(peer.place)
+            if not has_room:
+                using = [self.transfers[each] for each in self._places.users]
+                if not all(x.is_detached for x in [x for x in using if x.peer is peer] or using):
+                    self.posting.pass_over(peer.line)
+                    self._to_look[source] = None
+                    continue
+                source.following = iter(())  # what would be looked at later is not looked at either
             read = pull.posted(source, transfer_id, now)
             self.transfers[transfer_id] = _Transfer(pull, source, peer, read, now)
             peer.transfers.add(transfer_id)
@@ -279,8 +282,8 @@ class DecodeSide:
                 peer.moved_at = now
             self.posting.posted(peer.line, transfer_id, read.num_bytes, read.num_descriptors)
             self._outbox.counters["descriptors.posted"] += read.num_descriptors
-            if not may_look:
-                # Looks that hang have all places. One peer's trouble must not fail pulls of another.
+            if not has_room:
+                # Looks that hang have the places of this peer, or all. They must not fail pulls, least of other peers.
                 self._outbox.counters["looks.skipped"] += 1
                 self.ended(TransferEnded(transfer_id, ENDING.DONE), 0.0, now)
                 continue
@@ -347,12 +350,11 @@ class DecodeSide:
             del self.transfers[transfer_id]
             peer.transfers.discard(transfer_id)
             counters["transfers.done" if ending is ENDING.DONE else "transfers.failed"] += 1
-        if ending is ENDING.DONE:
+        if ending is ENDING.DONE and (look is None or has_place):
             peer.moved_at = now  # only a transfer that is done shows that the peer makes progress
             if peer.line.is_set_aside and peer.state is S.READY:
                 self._take_back(peer)
-            if look is None or has_place:
-                counters["bytes.read" if look is None else "bytes.looked_at"] += transfer.read.num_bytes
+            counters["bytes.read" if look is None else "bytes.looked_at"] += transfer.read.num_bytes
             if transfer.beside:
                 transfer.show_pace(now)
         elif ending is ENDING.REFUSED:

@@ -299,12 +299,13 @@ class Lease:
         return grant if self.keys.get(grant.reader, proven) == proven else None
 
     def revoke(self, now: float, by: str = "caller") -> Effects:
-        """Stop granting. The blocks return when no grant runs any more, or at once if `by` is `RECALL`, which only a
-        request that may be recalled allows. `by` is a word for people.
+        """Stop granting. The blocks return when no grant runs any more. A request that may be recalled, and that its
+        `caller` takes back or withdraws (`withdraw`), ends at once. Any other `by` is a word for people.
         """
         after = ON_EVENT[self.state].get(Revoke) or self._impossible(Revoke)
-        self.revoked_by = by if by == RECALL else self.revoked_by or by
-        if by == RECALL:
+        is_recall = self.lent.recall and by in ("caller", "withdraw")
+        self.revoked_by = RECALL if is_recall else self.revoked_by or by
+        if is_recall:
             # Readers trust only what they confirm after their read, and nothing is confirmed from now on.
             self._note(now, notes.Recalled(len(self.grants)))
             self.grants.clear()

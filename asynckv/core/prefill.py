@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from asynckv.config import EngineConfig, check_lease
 from asynckv.core.copies import NO_SLOT, Copies
-from asynckv.core.lease import AT_ONCE, PROBE_S, RECALL, WHAT, Effects, Grant, Lease, LeaseState, Lent, Reader, Refusal
+from asynckv.core.lease import AT_ONCE, PROBE_S, WHAT, Effects, Grant, Lease, LeaseState, Lent, Reader, Refusal
 from asynckv.core.ledger import FEW, Ledger
 from asynckv.core.limits import remember, warn_after
 from asynckv.core.news import lease_granted
@@ -221,11 +221,11 @@ class PrefillSide:
         self.check_ours(params)
         key = params.key
         if (lease := self.leases.get(key)) is not None:
-            self.revoke(lease, now, RECALL if lease.lent.recall else "withdraw")
+            self.revoke(lease, now, "withdraw")
             return None
         if key in self._ended or not self.spent.add(key):
             return None
-        # After `resume` all older keys are refused, so this one has to be older then.
+        # `resume` refuses older epochs only, so this rank must not stay behind the withdrawn key.
         self.memory_epoch = max(self.memory_epoch, key.memory_epoch)
         remember(self._ended, key, Ended(Reason.WITHDRAWN), self.max_ended)
         self._outbox.counters["requests.withdrawn"] += 1

@@ -168,7 +168,7 @@ class Source:
     def restart(self, max_bytes: int, max_descriptors: int, *, looks: Iterator[Look] | None) -> None:
         assert self.plan is not None
         self.first_posted_at, self.done_at, self.bytes_read = math.inf, NEVER, 0
-        self.looks, self.differs = looks or None, None
+        self.looks, self.differs = looks, None
         self.lent_by = LONG_AGO  # already granted, so every read that begins from here on is late enough
         self.following = self.plan.posts(max_bytes, max_descriptors)
         self.next_read = next(self.following, None)

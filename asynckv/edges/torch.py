@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -180,7 +180,10 @@ def cuda_bytes(memory: Memory) -> torch.Tensor:
     import torch
 
     interface = {"shape": (memory.length,), "typestr": "|u1", "data": (memory.base, False), "version": 3}
-    return torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=f"cuda:{memory.device}")
+    found = torch.as_tensor(SimpleNamespace(__cuda_array_interface__=interface), device=f"cuda:{memory.device}")
+    if found.data_ptr() != memory.base:
+        raise RuntimeError(f"memory at {memory.base:#x} is not on GPU {memory.device}, so torch copied it")
+    return found
 
 
 def first_difference_of_tensors(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Difference | None:
@@ -188,8 +191,11 @@ def first_difference_of_tensors(pairs: Sequence[tuple[torch.Tensor, torch.Tensor
     import torch
 
     ours, theirs = zip(*pairs, strict=True)
-    if torch.equal(torch.cat(ours), torch.cat(theirs)):
-        return None
+    # On a stream of its own, or it would wait for the model's kernels.
+    stream = torch.cuda.Stream(ours[0].device) if ours[0].is_cuda else None  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream) if stream is not None else nullcontext():
+        if torch.equal(torch.cat(ours), torch.cat(theirs)):
+            return None
     return first_difference((mine.cpu().numpy(), other.cpu().numpy()) for mine, other in pairs)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from asynckv.arguments import shown
-from asynckv.core.lease import RECALL, Lease
+from asynckv.core.lease import Lease
 from asynckv.core.types import KVTransferParams, decode_params
 from asynckv.engine.driver import Driver
 from asynckv.errors import LocalProtocolError
@@ -63,7 +63,7 @@ class LentRequest:
         driver = self._driver
         driver.home.here(self.withdraw)
         driver.soon()
-        driver.core.prefill.revoke(self._lease, driver.clock.now(), RECALL if self._lease.lent.recall else "caller")
+        driver.core.prefill.revoke(self._lease, driver.clock.now())
 
     async def wait_released(self) -> LeaseEnd:
         """Wait until the blocks are the engine's again, whatever the reason."""

@@ -145,7 +145,7 @@ def looks(
         if most is not None and some:
             part = min(most, total) * sizes[pair] // total
             runs = RUNS * -(-part // PLACE_BYTES)
-            is_few = part == sizes[pair] and sum(strip.num_pieces for strip in some) <= runs * RUN
+            is_few = part == sizes[pair] and sum(strip.num_pieces for strip in some) <= MAX_PIECES
             chosen = [np.concatenate(list(chosen)) if is_few else _sample(pair, lists, some, part, runs, seed)]
         found.append((pair, chosen))
     budget = min(max_bytes, PLACE_BYTES), max_pieces
@@ -168,10 +168,8 @@ def differing(tables: PeerTables, lists: BlockLists, look: Look, found: Differen
 
 def _in_request(pair: GroupPair, lists: BlockLists, local: Int32s | Int64s) -> Int64s:
     """Return the places in the request of blocks of ours, as tables index them."""
-    ids, per = lists.local[pair.local_index][1], pair.local.ratio * pair.units[0]
-    places = np.empty(int(ids.max()) + 2, np.int64)  # the last is that of placeholders
-    places[ids] = np.arange(len(ids))
-    return places[local // per] * per + local % per
+    per = pair.local.ratio * pair.units[0]
+    return lists.places(pair.local_index)[local // per] * per + local % per
 
 
 def _all(strip: _Strip) -> Iterator[Int64s]:
@@ -191,15 +189,17 @@ def _sample(pair: GroupPair, lists: BlockLists, strips: Sequence[_Strip], most: 
             last[share] = at, index, rows * len(places) + places.argmax()
     ends = {index: numbers for _, index, numbers in last.values()}
     num_ends, rng, chosen = sum(map(len, ends.values())), np.random.default_rng(seed), []
-    each = max(most // (num_ends + runs), LEAST_BYTES)
+    least = max(most // (num_ends + runs), LEAST_BYTES)
+    left = most - sum(len(numbers) * min(strips[index].length, least) for index, numbers in ends.items())
+    each = max(left // max(runs, 1), least)
     sizes = np.array([strip.num_pieces * strip.length for strip in strips])
-    drawn = rng.multinomial(min(runs, max(most // each - num_ends, 0)), sizes / sizes.sum())
+    drawn = rng.multinomial(min(runs, max(left // each, 0)), sizes / sizes.sum())
     for index, (strip, count) in enumerate(zip(strips, drawn, strict=True)):
         slack, run = max(strip.length - each, 0), np.arange(max(min(each // strip.length, RUN), 1))
         begins = np.sort(rng.integers(strip.num_pieces, size=(count, 1)), axis=0)
         numbers = np.append(ends.get(index, ()), (begins + run) % strip.num_pieces).astype(np.int64)
         begin = rng.integers(slack + 1, size=len(numbers))
-        begin[: len(ends.get(index, ()))] = slack
+        begin[: len(ends.get(index, ()))] = max(strip.length - least, 0)
         chosen.append(strip.pieces(numbers, begin, each))
     return np.concatenate(chosen)
 

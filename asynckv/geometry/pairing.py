@@ -80,6 +80,7 @@ class BlockLists:
         self._lent: list[LentBlocks] = []
         for runs in remote:
             self._lent.append(LentBlocks(runs))
+        self._places: dict[int, Int64s] = {}
         self._pairs: dict[tuple[tuple[object, ...], bool], Sequence[Pairs]] = {}
         wanted = []
         for group, (first, ids) in enumerate(self.local):
@@ -87,6 +88,14 @@ class BlockLists:
                 wanted.append(group)
         self.wanted = tuple(wanted)  # our groups with a block to fill
         self.is_empty = not wanted  # True if no block is to be filled: a full prefix hit
+
+    def places(self, group: int) -> Int64s:
+        """Return the place in our list of each block, by its id; the last is that of placeholders. Made once."""
+        if (known := self._places.get(group)) is None:
+            ids = self.local[group][1]
+            known = self._places[group] = np.empty(int(ids.max()) + 2, np.int64)
+            known[ids] = np.arange(len(ids))
+        return known
 
     def pairs(self, tables: PeerTables, pair: GroupPair, *, is_exact: bool = False) -> Sequence[Pairs]:
         """Pair the blocks of two groups. `is_exact`: without tokens from `num_tokens` on."""

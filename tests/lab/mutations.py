@@ -26,7 +26,7 @@ from asynckv.core import lease as lease_module
 from asynckv.core.copies import Copies
 from asynckv.core.decode import DecodeSide
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.lease import RECALL, WHEN, Lease, LeaseState
+from asynckv.core.lease import WHEN, Lease, LeaseState
 from asynckv.core.ledger import Ledger
 from asynckv.core.pull import Pull
 from asynckv.core.slots import Slots
@@ -800,14 +800,19 @@ def renewals_from_before_the_end_confirm_a_read(patch: pytest.MonkeyPatch) -> No
 def recalling_keeps_what_was_granted(patch: pytest.MonkeyPatch) -> None:
     """A request that is recalled is only granted no more."""
     honest = Lease.revoke
-    patch.setattr(Lease, "revoke", lambda lease, now, by="": honest(lease, now, "caller"))
+    patch.setattr(Lease, "revoke", lambda lease, now, by="": honest(lease, now, "kept"))
 
 
 @inside()
 def withdrawing_drops_what_was_granted(patch: pytest.MonkeyPatch) -> None:
     """A request that may not be recalled ends at once as well."""
     honest = Lease.revoke
-    patch.setattr(Lease, "revoke", lambda lease, now, by="": honest(lease, now, RECALL))
+
+    def revoke(lease: Lease, now: float, by: str = "") -> Any:
+        lease.grants.clear()
+        return honest(lease, now, by)
+
+    patch.setattr(Lease, "revoke", revoke)
 
 
 @inside()

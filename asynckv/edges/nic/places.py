@@ -26,17 +26,18 @@ class Places:
     def __init__(self, memories: Sequence[Memory]) -> None:
         self._kinds = [(memory.kind, memory.device) for memory in memories]
         self._bases = [memory.base for memory in memories]
-        self._ours = [bytes_at(memory) if memory.kind == "cpu" else cuda_bytes(memory) for memory in memories]
+        self._ours = list[Any]()
         self._areas, self.memories = dict[tuple[str, int], Any](), dict[tuple[str, int], Memory]()
-        for kind, device in dict.fromkeys(self._kinds):
-            try:
+        try:
+            for memory in memories:
+                self._ours.append(bytes_at(memory) if memory.kind == "cpu" else cuda_bytes(memory))
+            for kind, device in dict.fromkeys(self._kinds):
                 area: Any = np.frombuffer(mmap.mmap(-1, SIZE), np.uint8) if kind == "cpu" else cuda_memory(SIZE, device)
-            except (OSError, RuntimeError, ImportError) as exc:
-                raise BackendError(
-                    f"{SIZE} bytes for second looks cannot be had: {exc}; set pull.second_look to 0"
-                ) from exc
-            base = area.ctypes.data if kind == "cpu" else area.data_ptr()
-            self._areas[kind, device], self.memories[kind, device] = area, Memory(base, SIZE, kind, device)
+                base = area.ctypes.data if kind == "cpu" else area.data_ptr()
+                self._areas[kind, device], self.memories[kind, device] = area, Memory(base, SIZE, kind, device)
+        except (OSError, RuntimeError, ImportError) as exc:
+            text = f"{SIZE} bytes for second looks cannot be had: {exc}; set pull.second_look to 0"
+            raise BackendError(text) from exc
 
     def of(self, look: Look) -> Memory:
         """Return the memory with the place of a look."""
