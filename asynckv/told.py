@@ -748,10 +748,10 @@ class BytesDiffer(Told):
     request_id: Annotated[str, "The request of this side."]
     layer: Annotated[str, "The layer."]
     part: Annotated[str, "The part of it, such as `k`."]
-    first_token: Annotated[int, "The first token of the block; of a state, of those that it is after."]
+    first_token: Annotated[int, "The first token of the block. A state is the one after the block's last token."]
     num_tokens: Annotated[int, "Number of tokens of the block that were lent."]
-    read: Annotated[str, "The first bytes that differ, as they were read first, in hex."]
-    seen: Annotated[str, "The same, as they were read at the second look."]
+    read: Annotated[str, "The first bytes that differ, as this side has them, in hex."]
+    seen: Annotated[str, "The same bytes of the lent block, at the second look."]
 
 
 class TableRefused(Told):

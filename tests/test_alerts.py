@@ -540,6 +540,7 @@ async def test_rules_and_dashboard_ask_for_what_two_engines_show(sim: Bench) -> 
         "parked_messages_limit",
         "pull_rereads",
         "second_look_bytes",  # 0 unless pulls look twice
+        "second_looks_skipped",
     }
 
 
