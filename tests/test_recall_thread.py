@@ -23,6 +23,7 @@ from asynckv import (
     RemoteProtocolError,
     WrongThread,
 )
+from asynckv.core.lease import LeaseState
 from asynckv.edges.nic.nixl import NixlPlane
 from asynckv.embed import EngineThread, Finished, Lend, Pull
 from asynckv.embed.thread import LAST_S, MAX_CRASHES
@@ -291,6 +292,8 @@ def test_a_recall_after_a_crash_that_ends_no_engine_returns_when_all_promises_ha
             began = time.monotonic()
         assert owner.recall([marked], PATIENCE_S) == ()
         assert time.monotonic() - began >= CONFIG.lease.grant_s
+        leases = owner.engine._driver.core.prefill.leases.values()
+        assert LeaseState.LENT not in {lease.state for lease in leases}, "nothing is granted any more"
 
 
 def test_a_recall_that_ends_the_loop_says_so_and_another_call_returns(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import concurrent.futures
+import dataclasses
 import os
 import select
 import sys
@@ -24,7 +25,6 @@ import traceback
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, ParamSpec, Self, TypeVar
 
 from asynckv.account.inspect import HeldBlocks
@@ -468,7 +468,10 @@ class EngineThread:
                 self._crashed(exc)
                 self._end_soon()
         if not main.done() or main.cancelled() or main.exception() is not None:
-            # The engine could not be ended. Readers of lent blocks may continue until their grants end.
+            # The engine could not be ended. It must grant nothing more, because its loop runs once more below. Readers
+            # of lent blocks may continue until their grants end.
+            with suppress(Exception):
+                self.engine._driver.core.close(self.engine._clock.now())
             time.sleep(self.engine.config.lease.grant_s)
             self._desk._abandon(RuntimeError(self._cause))
         if tasks := asyncio.all_tasks(loop):
@@ -563,7 +566,7 @@ class EngineThread:
         found, desk = self.engine.statistics(), self._desk
         own = {"handovers": desk.num_handovers, "orders": desk.num_orders, "wakeups": self._num_wakeups}
         counters = {**found.counters, **{f"embed.{name}": count for name, count in own.items()}}
-        self._snapshot = time.monotonic(), replace(found, counters=counters)
+        self._snapshot = time.monotonic(), dataclasses.replace(found, counters=counters)
 
     # -- forks and exits -----------------------------------------------------------------------------
 
