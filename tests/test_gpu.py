@@ -104,6 +104,18 @@ def test_gpu_tensors_are_registered_as_such(torch_cuda: Any) -> None:
     assert (memory.kind, memory.device, memory.base) == ("cuda", tensor.device.index, tensor.data_ptr())
 
 
+def registered(tensor: Any) -> Any:
+    """Register `[2, 64, 16, 8, 128]` as one layer of 64 blocks."""
+    return asynckv.register_tensors(
+        {"layers.0": tensor},
+        order=("kv", "block", "token", "head", "dim"),
+        block_size=16,
+        num_blocks=64,
+        heads=(0, 8),
+        num_heads=8,
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.nixl
 def test_a_lend_after_the_event_hands_over_what_the_kernels_wrote(torch_cuda: Any) -> None:
@@ -111,16 +123,8 @@ def test_a_lend_after_the_event_hands_over_what_the_kernels_wrote(torch_cuda: An
         tensors, engines = [], []
         for engine_id in ("prefill", "decode"):
             tensor = torch_cuda.zeros(2, 64, 16, 8, 128, dtype=torch_cuda.float32, device="cuda")
-            registration = asynckv.register_tensors(
-                {"layers.0": tensor},
-                order=("kv", "block", "token", "head", "dim"),
-                block_size=16,
-                num_blocks=64,
-                heads=(0, 8),
-                num_heads=8,
-            )
             tensors.append(tensor)
-            engines.append(asynckv.Engine(asynckv.EngineConfig(engine_id=engine_id), registration))
+            engines.append(asynckv.Engine(asynckv.EngineConfig(engine_id=engine_id), registered(tensor)))
         prefill, decode = engines
         async with prefill, decode:
             group = asynckv.PrefillRanks("prefill", [prefill.endpoint])
@@ -188,16 +192,8 @@ def test_one_byte_that_changes_between_two_reads_of_gpu_memory_is_found(
         for engine_id in ("prefill", "decode"):
             # NaNs among them, because bytes are compared.
             tensor = torch_cuda.full((2, 64, 16, 8, 128), float("nan"), dtype=torch_cuda.float32, device="cuda")
-            registration = asynckv.register_tensors(
-                {"layers.0": tensor},
-                order=("kv", "block", "token", "head", "dim"),
-                block_size=16,
-                num_blocks=64,
-                heads=(0, 8),
-                num_heads=8,
-            )
             tensors.append(tensor)
-            engines.append(asynckv.Engine(asynckv.EngineConfig(engine_id=engine_id, pull=pull), registration))
+            engines.append(asynckv.Engine(asynckv.EngineConfig(engine_id=engine_id, pull=pull), registered(tensor)))
         prefill, decode = engines
         tensors[0][:, ::2] = -0.0
         torch_cuda.cuda.synchronize()

@@ -127,7 +127,7 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
     warn_s: float = math.inf
     hashes: tuple[str, ...] = ()
     hash_tokens: int = 0
-    recall: bool = False  # True if revoking ends the lease at once, whatever was granted
+    recall: bool = False  # True if its owner may take it back at once, whatever was granted
 
 
 class Reader(Struct, frozen=True, order=True, gc=False):

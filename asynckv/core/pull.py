@@ -488,10 +488,10 @@ class Pull:
             case Refused():
                 reads_yet = self.state not in (S.ANNOUNCED, S.CONNECTING)
                 if failure := source.refused(answer, now, reads_yet=reads_yet):
-                    how = How.RECALLED if source.confirms and answer.reason is Reason.REVOKED else None
-                    if how is not None:
+                    reason, detail, how = failure
+                    if how is How.RECALLED:
                         self.retryable = frozenset()  # what was recalled is never lent again
-                    self._fail(*failure, now, Blame((source.name,), how))
+                    self._fail(reason, detail, now, Blame((source.name,), how))
                     event = E.FAILED
                 elif source.claim_at == math.inf:
                     self._note(now, notes.Unrenewed(source.name, answer.reason))
@@ -542,7 +542,7 @@ class Pull:
         if is_done:
             source.bytes_read += num_bytes
             if source.has_landed and source.looks is not None and self.failure is None:
-                self._look_again(source, now)
+                self._look_again(source)
         if is_done and source.has_landed:
             source.done_at = self.measures.read_at = now
             source.nonce_when_done = max(source.nonces, default=0)
@@ -569,7 +569,7 @@ class Pull:
         budget = limits.max_post_bytes, limits.max_post_descriptors
         return looks(source.tables, self.lists, most, seed, *budget)
 
-    def _look_again(self, source: Source, now: float) -> None:
+    def _look_again(self, source: Source) -> None:
         """Begin the second look at all that a source has brought. It is part of the read, and proven with it."""
         assert source.looks is not None
         source.following, source.looks = source.looks, None

@@ -224,7 +224,7 @@ class Source:
             self.claim_at = max(sent_at + min(params.renew_s, grant.seconds / 2), now + MIN_RENEW_S)
         self.prove()
 
-    def refused(self, answer: Refused, now: float, *, reads_yet: bool) -> tuple[Reason, str] | None:
+    def refused(self, answer: Refused, now: float, *, reads_yet: bool) -> tuple[Reason, str, How | None] | None:
         """Take a refusal, and return why the attempt fails, if it does. `reads_yet`: the pull reads or is queued."""
         if answer.nonce < self.granted_nonce:
             return None  # late or repeated, because a later claim was granted
@@ -244,6 +244,6 @@ class Source:
         if self.proven or self.role is not ROLE.READ:
             return None
         reason = Reason.LEASE_LOST if self.lent_by < math.inf and not lets_go else answer.reason
-        is_recalled = self.confirms and answer.reason is Reason.REVOKED
-        text = f"{self.where} {'took the blocks back' if is_recalled else f'refused: {answer.reason}'}"
-        return reason, f"{text} ({answer.detail})" if answer.detail else text
+        how = How.RECALLED if self.confirms and answer.reason is Reason.REVOKED else None
+        text = f"{self.where} {f'refused: {answer.reason}' if how is None else 'took the blocks back'}"
+        return reason, f"{text} ({answer.detail})" if answer.detail else text, how

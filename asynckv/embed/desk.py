@@ -104,22 +104,21 @@ class EngineDesk:
             raise EngineClosed("the engine was closed; none of these orders is carried out")
         if handed:
             self.num_handovers += 1
-            self._handed.extend(handed)
-            if self._wake is None:
-                self._soon()
-            else:
-                self._wake()
-            if self._is_over:  # it ended just now, so the loop no longer looks at the queue
-                self._refuse_all()
+            self._hand(handed)
+
+    def _hand(self, orders: Sequence[Order | Recall]) -> None:
+        self._handed.extend(orders)
+        if self._wake is None:
+            self._soon()
+        else:
+            self._wake()
+        if self._is_over:  # it ended just now, so the loop no longer looks at the queue
+            self._refuse_all()
 
     def _recall(self, requests: list[KVTransferParams]) -> Recall:
         """Recall requests, behind all orders that were submitted before."""
         recall = Recall(requests)
-        self._handed.append(recall)
-        if self._is_over:
-            self._refuse_all()
-        elif self._wake is not None:
-            self._wake()
+        self._hand((recall,))
         return recall
 
     def take_finished(self) -> Finished:

@@ -24,23 +24,12 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from asynckv import (
-    Engine,
-    EngineConfig,
-    EngineDesk,
-    EngineThread,
-    Finished,
-    LeaseConfig,
-    LogConfig,
-    Order,
-    PrefillRanks,
-    Pull,
-)
+from asynckv import Engine, EngineConfig, EngineDesk, EngineThread, Finished, LogConfig, Order, PrefillRanks, Pull
 from asynckv.core.types import Endpoint
 from asynckv.tools.bench import garbage
 from asynckv.tools.bench.memory import Pool
@@ -48,6 +37,7 @@ from asynckv.tools.bench.report import quantiles
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
+from scripts.bench.lender import Lender, quiet
 from tests.lab.fleet import Fleet
 
 LAYERS, BLOCK_BYTES = 4, 1 << 18
@@ -95,31 +85,12 @@ def make(num_blocks: int) -> Pool:
     return Pool(model_layout(Model("embed", (Heads(8, 128),) * LAYERS), num_blocks=num_blocks), seed=0)
 
 
-class Prefill:
+class Prefill(Lender):
     """The process that lends the requests that it gets, always with the same blocks."""
 
     def __init__(self) -> None:
         self._pool = make(LENT_BLOCKS)
-        config = EngineConfig(
-            engine_id="prefill",
-            lease=LeaseConfig(lease_s=600.0),
-            log=LogConfig(successes_per_s=0.0, slow_per_s=0.0, held_fraction=0.0),
-        )
-        self._engine = Engine(config, self._pool.registration)
-
-    async def __aenter__(self) -> Self:
-        await self._engine.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._engine.aclose()
-
-    def endpoint(self) -> Any:
-        return msgspec.to_builtins(self._engine.endpoint)
-
-    def lend(self, every: list[dict[str, Any]]) -> None:
-        for params in every:
-            self._engine.lend(params)
+        super().__init__(Engine(quiet("prefill"), self._pool.registration))
 
 
 # -- work ------------------------------------------------------------------------------------------------

@@ -20,14 +20,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import StringIO
 from json import dumps
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import typer
 
-from asynckv import BytesDiffer, Engine, EngineConfig, LeaseConfig, LogConfig, PrefillRanks, configure_logging
-from asynckv.config import PullConfig
+from asynckv import BytesDiffer, Engine, PrefillRanks, configure_logging
 from asynckv.core.types import Endpoint
 from asynckv.edges.nic.agent import Agent
 from asynckv.edges.sharing import shared_memory
@@ -37,6 +36,7 @@ from asynckv.tools.bench.processes import Failure
 from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
+from scripts.bench.lender import Lender, by_turns, quiet
 from tests.lab.fleet import Fleet
 
 TOKENS, SMALL, LARGE, WRITES_S = 16, 1, 8, 0.002
@@ -55,33 +55,16 @@ class Side(Engine):
         layout = model_layout(Model("look", (Heads(heads, 128),)), num_blocks=self.num_blocks, block_size=TOKENS)
         self.array = np.frombuffer(shared_memory(layout.memories[0].length), np.uint8)
         self.array[:] = 0
-        config = EngineConfig(
-            engine_id=engine_id,
-            lease=LeaseConfig(lease_s=600.0),
-            log=LogConfig(successes_per_s=0.0, slow_per_s=0.0, held_fraction=0.0),
-            pull=PullConfig(**pull),
-        )
-        super().__init__(config, register_memory(with_addresses(layout, [self.array.ctypes.data]), (self.array,)))
+        registration = register_memory(with_addresses(layout, [self.array.ctypes.data]), (self.array,))
+        super().__init__(quiet(engine_id, **pull), registration)
 
 
-class Owner:
+class Owner(Lender):
     """The process that lends."""
 
     def __init__(self, *, heads: int) -> None:
         self._side, self._writer = Side("owner", heads), threading.Thread()
-
-    async def __aenter__(self) -> Self:
-        await self._side.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._side.aclose()
-
-    def endpoint(self) -> Any:
-        return msgspec.to_builtins(self._side.endpoint)
-
-    def lend(self, params: dict[str, Any]) -> None:
-        self._side.lend(params)
+        super().__init__(self._side)
 
     def write(self, value: int) -> None:
         """Write all blocks on another thread, keys and values, and return when it begins."""
@@ -128,18 +111,13 @@ async def latency(rounds: int, requests: int) -> dict[str, Any]:
         async with pair(heads) as (plain, looks, group, owner):
 
             async def lend(params: dict[str, Any], owner: Any = owner) -> None:
-                await owner.ask("lend", params=params)
+                await owner.ask("lend", every=[params])
 
-            p50: dict[Side, list[float]] = {plain: [], looks: []}
-            for number in range(rounds + 1):
-                seconds: dict[Side, list[float]] = {plain: [], looks: []}
-                for i in range(requests):
-                    for side in (plain, looks) if i % 2 else (looks, plain):
-                        seconds[side].append(await pull(side, group, lend, f"{size}.{number}.{i}", blocks))
-                for side, every in seconds.items() if number else ():  # the first round makes connections
-                    p50[side].append(round(1e6 * statistics.median(every), 1))
-            ratios = [round(b / a, 3) for a, b in zip(*p50.values(), strict=True)]
-            found[size] = {"plain_p50_us": p50[plain], "looks_p50_us": p50[looks], "ratios": ratios}
+            async def timed(side: Side, name: str, blocks: int = blocks, lend: Any = lend) -> float:
+                return await pull(side, group, lend, name, blocks)
+
+            once, twice, ratios = await by_turns((plain, looks), rounds, requests, timed)
+            found[size] = {"plain_p50_us": once, "looks_p50_us": twice, "ratios": ratios}
             found[size] |= {"ratio": statistics.median(ratios), "goal": GOAL}
     return found
 
@@ -152,7 +130,7 @@ async def written_on(pulls: int) -> dict[str, int]:
             value, writing = i % 255 + 1, list[asyncio.Task[Any]]()
 
             async def lend(params: dict[str, Any], value: int = value, writing: list[Any] = writing) -> None:
-                await owner.ask("lend", params=params)
+                await owner.ask("lend", every=[params])
                 writing.append(asyncio.create_task(owner.ask("write", value=value)))
 
             try:

@@ -18,12 +18,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from json import dumps
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from asynckv import Engine, EngineConfig, EngineThread, LeaseConfig, LogConfig, PrefillRanks, configure_logging
+from asynckv import Engine, EngineConfig, EngineThread, PrefillRanks, configure_logging
 from asynckv.core.types import Endpoint
 from asynckv.embed import Lend
 from asynckv.tools.bench import garbage
@@ -33,6 +33,7 @@ from asynckv.tools.bench.report import quantiles
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
+from scripts.bench.lender import Lender, by_turns, quiet
 from tests.lab.fleet import Fleet
 
 BLOCKS, TOKENS = 2048, 16  # 16 MiB
@@ -45,31 +46,15 @@ PATIENCE_S = 30.0
 
 def setup(engine_id: str) -> tuple[EngineConfig, Any]:
     """Return the arguments of an engine of one layer and one KV head."""
-    quiet = LogConfig(successes_per_s=0.0, slow_per_s=0.0, held_fraction=0.0)
     layout = model_layout(Model("recall", (Heads(1, 128),)), num_blocks=BLOCKS, block_size=TOKENS)
-    return EngineConfig(engine_id=engine_id, lease=LeaseConfig(lease_s=600.0), log=quiet), Pool(
-        layout, seed=0
-    ).registration
+    return quiet(engine_id), Pool(layout, seed=0).registration
 
 
-class Owner:
+class Owner(Lender):
     """The process that lends."""
 
     def __init__(self) -> None:
-        self._engine = Engine(*setup("owner"))
-
-    async def __aenter__(self) -> Self:
-        await self._engine.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._engine.aclose()
-
-    def endpoint(self) -> Any:
-        return msgspec.to_builtins(self._engine.endpoint)
-
-    def lend(self, params: dict[str, Any]) -> None:
-        self._engine.lend(params)
+        super().__init__(Engine(*setup("owner")))
 
 
 async def pulls(rounds: int, requests: int) -> dict[str, Any]:
@@ -79,25 +64,19 @@ async def pulls(rounds: int, requests: int) -> dict[str, Any]:
         owner = await fleet.start("owner", "scripts.bench.recall:Owner")
         group = PrefillRanks("owner", [msgspec.convert(await owner.ask("endpoint"), Endpoint)])
 
-        async def pull(name: str, blocks: int, recall: bool) -> float:
-            ids = list(range(blocks))
-            params = group.make_params(name, [(0, ids)], TOKENS * blocks, written=True, recall=recall)
-            await owner.ask("lend", params=params)
-            began = time.perf_counter()
-            await engine.pull(name, [(0, ids)], params, timeout_s=PATIENCE_S)
-            return time.perf_counter() - began
-
         for size, (blocks, goal) in SIZES.items():
-            p50: dict[bool, list[float]] = {False: [], True: []}
-            for number in range(rounds + 1):
-                seconds: dict[bool, list[float]] = {False: [], True: []}
-                for i in range(requests):
-                    for recall in (False, True) if i % 2 else (True, False):
-                        seconds[recall].append(await pull(f"{size}.{number}.{i}.{recall}", blocks, recall))
-                for recall, every in seconds.items() if number else ():  # the first round makes connections
-                    p50[recall].append(round(1e6 * statistics.median(every), 1))
-            ratios = [round(b / a, 3) for a, b in zip(*p50.values(), strict=True)]
-            found[size] = {"plain_p50_us": p50[False], "recall_p50_us": p50[True], "ratios": ratios}
+            ids = list(range(blocks))
+
+            async def pull(recall: bool, name: str, ids: list[int] = ids) -> float:
+                groups, name = [(0, ids)], f"{len(ids)}.{name}.{recall}"
+                params = group.make_params(name, groups, TOKENS * len(ids), written=True, recall=recall)
+                await owner.ask("lend", every=[params])
+                began = time.perf_counter()
+                await engine.pull(name, groups, params, timeout_s=PATIENCE_S)
+                return time.perf_counter() - began
+
+            plain, marked, ratios = await by_turns((False, True), rounds, requests, pull)
+            found[size] = {"plain_p50_us": plain, "recall_p50_us": marked, "ratios": ratios}
             found[size] |= {"ratio": statistics.median(ratios), "goal": goal}
     return found
 

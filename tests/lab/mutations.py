@@ -983,7 +983,7 @@ def what_is_read_again_is_not_looked_at_again(patch: pytest.MonkeyPatch) -> None
     honest = Source.restart
 
     def restart(self: Source, *args: Any, **options: Any) -> None:
-        honest(self, *args, **options | {"looks": False})
+        honest(self, *args, **options | {"looks": None})
 
     patch.setattr(Source, "restart", restart)
 
@@ -992,10 +992,15 @@ def what_is_read_again_is_not_looked_at_again(patch: pytest.MonkeyPatch) -> None
 def the_proof_leaves_out_the_look(patch: pytest.MonkeyPatch) -> None:
     """A read ends with its first look at the bytes: what is seen later needs no promise."""
     ends, look_again, prove = dict[Source, tuple[float, int]](), Pull._look_again, Source.prove
+    honest, times = Pull.ended, dict[Source, float]()
 
-    def begin(self: Pull, source: Source, now: float) -> None:
-        ends[source] = now, max(source.nonces, default=0)
-        look_again(self, source, now)
+    def ended(self: Pull, source: Source, transfer: TransferEnded, num_bytes: int, detect_s: float, now: float) -> Any:
+        times[source] = now
+        return honest(self, source, transfer, num_bytes, detect_s, now)
+
+    def begin(self: Pull, source: Source) -> None:
+        ends[source] = times[source], max(source.nonces, default=0)
+        look_again(self, source)
 
     def rigged(self: Source) -> None:
         after = self.done_at, self.nonce_when_done
@@ -1004,6 +1009,7 @@ def the_proof_leaves_out_the_look(patch: pytest.MonkeyPatch) -> None:
         prove(self)
         self.done_at, self.nonce_when_done = after
 
+    patch.setattr(Pull, "ended", ended)
     patch.setattr(Pull, "_look_again", begin)
     patch.setattr(Source, "prove", rigged)
 

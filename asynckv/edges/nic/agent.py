@@ -568,9 +568,10 @@ class Agent:
 
     def _done(self, transfer_id: TransferId, transfer: _NixlTransfer) -> TransferEnded:
         self._release(transfer.handle)
-        if transfer.look is None or self._places is None:
+        if transfer.look is None:
             return TransferEnded(transfer_id, Ending.DONE)
         try:
+            assert self._places is not None
             return TransferEnded(transfer_id, Ending.DONE, difference=self._places.compare(transfer.look))
         except Exception as exc:
             return TransferEnded(transfer_id, Ending.FAILED, f"it cannot be compared: {exc!r}")
