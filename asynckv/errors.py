@@ -60,8 +60,8 @@ class PullError(AsyncKVError):
         held: Group index to local block ids that must not be reused yet. Empty if every block is the caller's again.
         is_retryable: True if another attempt with the same params may succeed.
         attempts: Number of attempts that were made.
-        failed_in: Phase in which it failed: `announced`, `handshake`, `queue`, `plan`, `read`, `confirm`; `retry`
-            between two attempts; `store` or `load` of an offload; empty if nothing was started.
+        failed_in: Phase in which it failed: `follow`, `announced`, `handshake`, `queue`, `plan`, `read`, `confirm`;
+            `retry` between two attempts; `store` or `load` of an offload; empty if nothing was started.
     """
 
     def __init__(
@@ -127,6 +127,10 @@ class PeerUnreachable(PullError):
 
 class PeerLost(PullError):
     """The remote rank died, restarted under another incarnation, or said goodbye."""
+
+
+class NoOffer(PullError):
+    """A request that followed a ticket was not offered in time, or the prefill side ended it (`reason`)."""
 
 
 class LeaseRefused(PullError):

@@ -10,6 +10,7 @@ Durations (seconds, float) cross the wire; points in time never do.
 from __future__ import annotations
 
 import enum
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Annotated, NewType, NoReturn, TypeVar, cast
 
@@ -43,6 +44,7 @@ MAX_SECONDS = 7 * 86_400.0
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 NonemptyName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME)]
 RequestText = Annotated[str, Meta(min_length=1, max_length=MAX_ID)]
+Ticket = Annotated[str, Meta(pattern="^[0-9a-f]{32}$", max_length=32)]  # `$` alone lets a line feed pass
 
 
 class Key(Struct, frozen=True, array_like=True, gc=False):
@@ -150,8 +152,28 @@ class KVTransferParams(Struct, frozen=True, kw_only=True, gc=False):
 SAME_SHARDS = "give PrefillRanks the number of its ranks' layouts, and every rank the same"
 """Remedy for params that say another `num_token_shards` than a layout."""
 
-_described = msgspec.msgpack.Decoder(KVTransferParams)
-"""Decoder that is made on import, because two threads that first decode one `Struct` at once end the process with
+
+class FollowParams(Struct, frozen=True, kw_only=True, gc=False):
+    """What a decode engine follows before there are params: a ticket, and the prefill engine that it was given to.
+
+    The ticket is 128 random bits in hex, and as secret as a key. The other fields are those of `KVTransferParams`.
+    """
+
+    ticket: Ticket
+    engine_id: NonemptyName
+    tp_size: Size = 1
+    pp_size: Size = 1
+    endpoints: Annotated[tuple[Endpoint, ...], Meta(min_length=1, max_length=MAX_RANKS)]
+    num_token_shards: Size | UnsetType = UNSET
+
+    def __repr__(self) -> str:
+        """Leave the ticket out, because texts such as tracebacks must not reveal it."""
+        return f"FollowParams(engine_id={self.engine_id!r}, endpoints={self.endpoints!r})"
+
+
+Group = TypeVar("Group", KVTransferParams, FollowParams)
+_described = tuple(map(msgspec.msgpack.Decoder, (KVTransferParams, FollowParams)))
+"""Decoders that are made on import, because two threads that first decode one `Struct` at once end the process with
 SIGSEGV (msgspec 0.22.0)."""
 
 
@@ -183,6 +205,7 @@ class Reason(enum.StrEnum):
     ENGINE_CLOSED = "engine_closed"
     QUEUE_FULL = "queue_full"
     DIFFERS = "differs"  # a second look found other bytes than the read
+    NO_OFFER = "no_offer"  # the time to follow a ticket is over
     STANDSTILL = "standstill"
     """The embedder took no results for about a lease, and nothing of the request was being read."""
     # a refused claim, renewal or release
@@ -299,6 +322,25 @@ def decode_params(value: object) -> KVTransferParams:
         raise RemoteProtocolError(f"params are malformed: {of_vllm(value) or exc}") from exc
     except (TypeError, OverflowError, RecursionError) as exc:
         raise RemoteProtocolError(f"params are malformed: a value cannot be sent: {exc}") from exc
+    return _divided(params)
+
+
+def decode_follow(value: object) -> FollowParams:
+    """Validate what a router gave a decode engine to follow, or raise `RemoteProtocolError`."""
+    try:
+        return _divided(sendable(value, FollowParams))
+    except msgspec.ValidationError as exc:
+        raise RemoteProtocolError(f"params to follow are malformed: {exc}") from exc
+
+
+def check_ticket(ticket: object) -> str:
+    """Return a ticket, or raise `LocalProtocolError`, which does not show it."""
+    with suppress(msgspec.ValidationError):
+        return msgspec.convert(ticket, Ticket)
+    raise LocalProtocolError("a ticket has another form than 32 lowercase hex digits")
+
+
+def _divided(params: Group) -> Group:
     if params.num_token_shards and params.tp_size % params.num_token_shards:
         raise RemoteProtocolError(
             f"params are malformed: num_token_shards {params.num_token_shards} does not divide tp_size {params.tp_size}"
