@@ -12,6 +12,7 @@ from asynckv.config import LogConfig as LogConfig
 from asynckv.config import NixlConfig as NixlConfig
 from asynckv.config import PullConfig as PullConfig
 from asynckv.core.types import Endpoint as Endpoint
+from asynckv.core.types import FollowParams as FollowParams
 from asynckv.core.types import KVTransferParams as KVTransferParams
 from asynckv.edges.sharing import shared_memory as shared_memory
 from asynckv.edges.torch import register_tensors as register_tensors
@@ -44,6 +45,7 @@ from asynckv.errors import LayoutError as LayoutError
 from asynckv.errors import LeaseLost as LeaseLost
 from asynckv.errors import LeaseRefused as LeaseRefused
 from asynckv.errors import LocalProtocolError as LocalProtocolError
+from asynckv.errors import NoOffer as NoOffer
 from asynckv.errors import NotLentYet as NotLentYet
 from asynckv.errors import Overloaded as Overloaded
 from asynckv.errors import PeerLost as PeerLost

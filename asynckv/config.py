@@ -76,6 +76,8 @@ class PullConfig:
         announce_s: Seconds for which an announced request may wait for its pull, if `Engine.announce` names none. After
             that the engine gives it up, and it cannot be pulled any more. Give more than any request waits in the
             inference engine's queue.
+        follow_s: Seconds for which a request may wait to be offered, if `Engine.follow` names none. Give more than any
+            prompt waits and computes in a prefill engine, and more than the router's `--prefill-s`.
         handshake_s: Seconds that a remote rank may take to answer a handshake, and then to be loaded. Raise it if UCX
             connects slowly.
         hello_retry_s: Pause before an unanswered hello, the first message of a handshake, is repeated; it doubles.
@@ -112,6 +114,7 @@ class PullConfig:
 
     timeout_s: float = 30.0
     announce_s: float = 300.0
+    follow_s: float = 600.0
     handshake_s: float = 5.0
     hello_retry_s: float = 0.25
     backoff_s: float = 0.5

@@ -285,6 +285,17 @@ class PeerDraining(Told):
     address: Annotated[str, "Address of the rank."]
 
 
+class FollowFailed(Told):
+    """A request that followed a ticket ended without an offer."""
+
+    side, levels, most, until = "decode", ("warning", "info"), (10.0, 100.0), ITSELF
+    request_id: RequestText
+    peer: Peer
+    reason: Annotated[str, "Why: a reason of a pull, or `no_offer` if the time is over."]
+    detail: Detail
+    waited_s: Annotated[float, "Time since it began to follow."]
+
+
 class ReaderMet(Told):
     """A reader's process shook hands for the first time. At most 1,000 lines at once, then ten per second."""
 

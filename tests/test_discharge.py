@@ -186,15 +186,15 @@ def test_an_early_discharge_is_remembered_for_all_of_its_time() -> None:
     params = world.params([owner], "r", [1], 4)
     world.announce(reader, "d", params, 60.0)
     world.deliver_all()
-    assert owner.core.prefill.num_parked == 1
+    assert owner.core.prefill.parking.num_parked == 1
     world.now = owner.core.config.lease.parked_s - 1.0
     world.discharge(reader, "d", params)
     world.deliver_all()
     world.now += 5.0
     owner.core.tick(world.time(owner))
-    assert owner.core.prefill.num_parked == 1
+    assert owner.core.prefill.parking.num_parked == 1
     assert world.lend(owner, params).state.value == "released"
-    assert owner.core.prefill.num_parked == 0
+    assert owner.core.prefill.parking.num_parked == 0
 
 
 def test_what_was_discharged_early_and_never_lent_is_forgotten() -> None:
@@ -207,5 +207,5 @@ def test_what_was_discharged_early_and_never_lent_is_forgotten() -> None:
     world.deliver_all()
     world.now += owner.core.config.lease.parked_s
     owner.core.tick(world.time(owner))
-    assert owner.core.prefill.num_parked == 0
+    assert owner.core.prefill.parking.num_parked == 0
     assert owner.core.next_at > world.now + 1.0

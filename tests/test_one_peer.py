@@ -209,15 +209,15 @@ def test_what_was_parked_is_taken_in_short_turns() -> None:
     lender = Lender()
     params = lender.world.params([lender.rank], "s", [3], 4, written=True)
     lender.hear([lender.claim(f"p{rank}", Cohort("d", RANKS, rank), params) for rank in range(2048)])
-    assert lender.core.prefill.num_parked == 2048
+    assert lender.core.prefill.parking.num_parked == 2048
     leases = []
     assert events_of(lambda: leases.append(lender.core.lend(params, 1, 0.1))) < TURN_EVENTS
     assert max(lender.turns(0.1)) < TURN_EVENTS
     assert len(leases[0].grants) == 2048
     lender.hear([lender.claim(f"p{n}", Cohort("d"), another_key(lender, n)) for n in range(2048)], 0.2)
-    assert lender.core.prefill.num_parked == 2048
+    assert lender.core.prefill.parking.num_parked == 2048
     assert max(lender.turns(60.0)) < TURN_EVENTS
-    assert lender.core.prefill.num_parked == 0
+    assert lender.core.prefill.parking.num_parked == 0
 
 
 @pytest.mark.parametrize("how", ["binds nothing", "binds another request"])

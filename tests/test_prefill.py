@@ -588,11 +588,11 @@ def test_the_connections_of_one_key_share_its_room_for_what_comes_early() -> Non
 
     for number in range(12):
         park(number, "key:one")
-    assert rank.core.prefill.num_parked == 8  # half, for whoever comes first
+    assert rank.core.prefill.parking.num_parked == 8  # half, for whoever comes first
     park(12, "key:another")
     park(13, "key:another")
     park(14, "key:another")
-    assert rank.core.prefill.num_parked == 10  # and an eighth for each key
+    assert rank.core.prefill.parking.num_parked == 10  # and an eighth for each key
 
 
 # -- what came early -----------------------------------------------------------------------------------
@@ -604,14 +604,14 @@ def test_repeats_do_not_extend_what_is_parked() -> None:
     prefill, counters = rank.core.prefill, rank.core.outbox.counters
     for after_s in (0.0, 2.0, 4.9):
         assert [type(m) for m in say(rank, claim(params), after_s)] == [NotYet]
-        assert (prefill.num_parked, prefill.next_at) == (1, 5.0)
+        assert (prefill.parking.num_parked, prefill.parking.next_at) == (1, 5.0)
     rank.core.tick(4.99)
-    assert prefill.num_parked == 1
+    assert prefill.parking.num_parked == 1
     rank.core.tick(5.0)
-    assert (prefill.num_parked, counters["parked.expired"]) == (0, 1)
+    assert (prefill.parking.num_parked, counters["parked.expired"]) == (0, 1)
     # Whoever still asks is parked anew, and answered when it is lent.
     say(rank, claim(params), 5.1)
-    assert prefill.next_at == pytest.approx(10.1)
+    assert prefill.parking.next_at == pytest.approx(10.1)
     rank.core.lend(params, 1, 6.0)
     assert [type(m) for _, d in rank.core.outbox.take_packets() for m in decode_packet(d).messages] == [Granted]
 
@@ -622,7 +622,7 @@ def test_a_message_parked_for_too_long_is_not_answered_though_it_was_not_swept_u
     say(rank, claim(params), 0.0)
     lease = rank.core.lend(params, 1, 5.0)
     assert (lease.grants, list(rank.core.outbox.take_packets())) == ({}, [])
-    assert rank.core.prefill.num_parked == 0
+    assert rank.core.prefill.parking.num_parked == 0
 
 
 def test_an_early_release_takes_the_place_of_its_claim_and_a_late_claim_not_its() -> None:
@@ -631,10 +631,10 @@ def test_an_early_release_takes_the_place_of_its_claim_and_a_late_claim_not_its(
     release = Release(params.key, "r", READER, "pull", Outcome.COMPLETE)
     assert [type(m) for m in (*say(rank, claim(params), 0.0), *say(rank, release, 0.1))] == [NotYet, Ack]
     assert [type(m) for m in say(rank, claim(params), 0.2)] == [NotYet]
-    assert rank.core.prefill.num_parked == 1
+    assert rank.core.prefill.parking.num_parked == 1
     # Another connection has a place of its own.
     say(rank, claim(params), 0.3, OTHER)
-    assert rank.core.prefill.num_parked == 2
+    assert rank.core.prefill.parking.num_parked == 2
     lease = rank.core.lend(params, 1, 1.0)
     assert lease.is_over
     assert lease.discharged.popitem()[1].outcome is Outcome.COMPLETE
@@ -646,7 +646,7 @@ def test_each_start_of_a_process_has_a_place_of_its_own() -> None:
     params = world.params([rank], "r", [3], 4)
     for sender in ("one start", "another start"):
         rank.core.prefill.receive(claim(params), ONE, sender, 0.0)
-    assert rank.core.prefill.num_parked == 2
+    assert rank.core.prefill.parking.num_parked == 2
 
 
 def test_there_is_an_end_to_what_is_parked_however_many_connections_there_are() -> None:
@@ -656,7 +656,7 @@ def test_there_is_an_end_to_what_is_parked_however_many_connections_there_are() 
     for number in range(32):
         way = ReplyTo(b"%d" % number)
         assert [type(m) for m in say(rank, claim(params, f"pull {number}"), 0.0, way)] == [NotYet]
-    assert rank.core.prefill.num_parked == 16
+    assert rank.core.prefill.parking.num_parked == 16
     release = Release(params.key, "r", READER, "released", Outcome.COMPLETE)
     assert say(rank, release, 0.0, OTHER) == []
 
@@ -704,17 +704,17 @@ def test_what_is_parked_is_bounded_by_its_memory_and_not_by_its_number_alone() -
     for number in range(50):
         early(number, MAX_ID, ReplyTo(b"%d" % number))
     taken = 17 * 6  # the last may exceed by what one takes
-    assert (prefill.num_parked, counters["parked.refused"]) == (taken, 44)
+    assert (prefill.parking.num_parked, counters["parked.refused"]) == (taken, 44)
     # No message grows where there is no room.
     early(0, MAX_ID, ReplyTo(b"0"))
-    assert (prefill.num_parked, counters["parked.refused"]) == (taken, 44)
+    assert (prefill.parking.num_parked, counters["parked.refused"]) == (taken, 44)
     rank.core.tick(5.0)
-    assert prefill.num_parked == 0
+    assert prefill.parking.num_parked == 0
     for number in range(100):
         early(number, 1000, ReplyTo(b"%d" % number))
-    assert prefill.num_parked == 100
+    assert prefill.parking.num_parked == 100
     early(0, MAX_ID, ReplyTo(b"0"))
-    assert (prefill.num_parked, counters["parked.refused"]) == (100, 45)
+    assert (prefill.parking.num_parked, counters["parked.refused"]) == (100, 45)
     assert world.lend(rank, params).grants == {}
 
 
@@ -800,9 +800,14 @@ def test_nothing_is_kept_of_a_request_whose_messages_were_parked_for_too_long() 
         assert isinstance(say(rank, claim(params), 0.0)[0], NotYet)
     side = rank.core.prefill
     side.tick(4.9)
-    assert (len(side._parked), side.num_parked) == (4, 4)
+    assert (len(side.parking.by_key), side.parking.num_parked) == (4, 4)
     side.tick(5.0)
-    assert (len(side._parked), side.num_parked, len(side._parked_order), side.next_at) == (0, 0, 0, math.inf)
+    assert (len(side.parking.by_key), side.parking.num_parked, len(side.parking._order), side.parking.next_at) == (
+        0,
+        0,
+        0,
+        math.inf,
+    )
 
 
 def test_a_release_that_takes_the_place_of_a_claim_has_all_of_its_own_time() -> None:
@@ -812,7 +817,7 @@ def test_a_release_that_takes_the_place_of_a_claim_has_all_of_its_own_time() -> 
     say(rank, claim(params), 0.0)
     assert isinstance(say(rank, release(params), 3.0)[0], Ack)
     rank.core.prefill.tick(5.0)
-    assert rank.core.prefill.num_parked == 1
+    assert rank.core.prefill.parking.num_parked == 1
     world.now = 7.9
     assert world.lend(rank, params).is_over
 
@@ -822,7 +827,7 @@ def test_what_is_remembered_of_what_was_parked_is_bounded_however_much_is_lent_m
     for params in many(world, rank, 300):
         say(rank, release(params), 0.0)
         assert world.lend(rank, params).is_over
-    assert len(rank.core.prefill._parked_order) <= 8 * PARKED.max_parked + 1
+    assert len(rank.core.prefill.parking._order) <= 8 * PARKED.max_parked + 1
 
 
 def test_of_releases_that_were_given_up_the_newest_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -373,7 +373,7 @@ def test_a_withdrawn_request_is_refused_to_readers_that_wait_and_to_readers_that
     prefill.core.withdraw(params, world.time(prefill))
     assert prefill.core.outbox.counters == before
     assert prefill.core.is_idle
-    assert prefill.core.prefill.num_parked == 0
+    assert prefill.core.prefill.parking.num_parked == 0
 
 
 def test_withdrawing_what_is_lent_revokes_it_and_keeps_its_promises() -> None:
@@ -482,14 +482,15 @@ def test_a_release_takes_the_place_of_its_early_claim_and_that_claim_changes_not
     params = world.params([prefill], "req", [3], 4)
     it = world.pull(decode, "d-req", [1], params)
     world.run()
-    parked = next(iter(prefill.core.prefill._parked.values()))
+    parked = next(iter(prefill.core.prefill.parking.by_key.values()))
     (claim,) = parked.values()
     world.cancel(decode, "d-req")
     world.run()
     assert it.reason is Reason.CANCELLED
     assert [type(p.message) for p in parked.values()] == [m.Release]
+    assert isinstance(claim.message, m.Claim)
     prefill.core.prefill.receive(claim.message, claim.reply_to, claim.sender, world.time(prefill))
-    assert prefill.core.prefill.num_parked == 1
+    assert prefill.core.prefill.parking.num_parked == 1
     assert world.lend(prefill, params).state is LeaseState.RELEASED
 
 

@@ -279,7 +279,7 @@ def peer_at(state: PeerState) -> Peer:
     it = Peer("p", 0, 0, *PLACE, PeerLine(InFlight()))
     steps: list[Callable[[], object]] = [
         lambda: it.greet(1, CONFIG, 0.0),
-        lambda: it.welcomed("agent", LAYOUT, None, CONFIG, 0.0),
+        lambda: it.welcomed("agent", LAYOUT, 7, None, CONFIG, 0.0),
         lambda: it.loaded(0.0),
         lambda: it.receive(peer.PeerEvent.SILENT),
     ]

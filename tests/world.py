@@ -20,9 +20,11 @@ from asynckv.account.watch import HeldAlike, Watch
 from asynckv.config import EngineConfig
 from asynckv.core.attempts import Request
 from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.following import Following
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.outbox import (
     DetachRead,
+    FollowReached,
     LeaseOver,
     LoadPeer,
     Milestone,
@@ -35,7 +37,7 @@ from asynckv.core.peer import Peer
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
-from asynckv.core.types import Address, Endpoint, KVTransferParams, Reason, TransferId, decode_params
+from asynckv.core.types import Address, Endpoint, FollowParams, KVTransferParams, Reason, TransferId, decode_params
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import BlockRuns
 from asynckv.geometry.gather import Gathered, Packing
@@ -189,6 +191,7 @@ class Rank(Port):
         self.requests_ended: list[Request] = []
         self.requests_returned: list[Request] = []
         self.leases_ended: list[Lease] = []
+        self.follows_ended: list[Following] = []
         self.loading: list[Peer] = []
         self.said: list[tuple[float, HeldAlike]] = []
         self.inspect, self.watch = Inspector(core), Watch()
@@ -288,8 +291,8 @@ class World(Fabric):
         group = self.groups[names]
         return decode_params(group.make_params(request_id, [(0, blocks)], num_tokens, **kwargs))  # type: ignore[arg-type]
 
-    def lend(self, rank: Rank, params: KVTransferParams, readers: int = 1) -> Lease:
-        lease = rank.core.lend(params, readers, self.time(rank))
+    def lend(self, rank: Rank, params: KVTransferParams, readers: int = 1, ticket: str = "") -> Lease:
+        lease = rank.core.lend(params, readers, self.time(rank), ticket)
         self.settle(rank)
         return lease
 
@@ -335,6 +338,20 @@ class World(Fabric):
         pull = begin(rank.core, PullRequest(request_id, [(first, blocks)], params), timeout, self.time(rank))
         self.settle(rank)
         return pull
+
+    def follow(self, rank: Rank, request_id: str, ranks: Sequence[Rank], ticket: str, seconds: float = 60) -> Following:
+        """Follow a ticket of the engine of `ranks`."""
+        layout = ranks[0].core.identity.layout
+        target = FollowParams(
+            ticket=ticket,
+            engine_id=ranks[0].core.identity.engine_id,
+            tp_size=layout.tp_size,
+            pp_size=layout.pp_size,
+            endpoints=tuple(r.endpoint for r in ranks),
+        )
+        following = rank.core.follow(request_id, target, "", seconds, self.time(rank))
+        self.settle(rank)
+        return following
 
     def announce(self, rank: Rank, request_id: str, params: KVTransferParams, seconds: float) -> Pull:
         pull = rank.core.announce(request_id, params, "", seconds, self.time(rank))
@@ -408,6 +425,8 @@ class World(Fabric):
                     case RequestReached(request, Milestone.RETURNED | Milestone.RETIRED):
                         assert request in rank.requests_ended, "its blocks are told before its end"
                         rank.requests_returned.append(request)
+                    case FollowReached(following):
+                        rank.follows_ended.append(following)
                     case LeaseOver(lease):
                         rank.leases_ended.append(lease)
                         if self.reuse:

@@ -166,7 +166,7 @@ class Inspector:
                 tally.add(pull, self._ledger)
         return {
             "leases": len(self._prefill.leases),
-            "parked": self._prefill.num_parked,
+            "parked": self._prefill.parking.num_parked,
             "copies": self._prefill.copies.slots.num_in_use,
             "pulls": len(self._decode.pulls),
             "pulls_waiting": len(self._decode.by_request),

@@ -274,7 +274,7 @@ class Survey:
             "pulls_queued": (max(decode.num_waiting, 0), pull.max_queued),
             "bytes_in_flight": (decode.posting.in_flight.num_bytes, pull.total_bytes),
             "descriptors_in_flight": (decode.posting.in_flight.num_descriptors, pull.total_descriptors),
-            "parked": (self._prefill.num_parked, self._config.lease.max_parked),
+            "parked": (self._prefill.parking.num_parked, self._config.lease.max_parked),
             "blocks_held": (held, self._ledger.num_blocks),
         }
 

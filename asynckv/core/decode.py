@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never, get_args
 
@@ -21,6 +21,8 @@ from asynckv.core import wire
 from asynckv.core.attempts import Request, RequestState
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, Posting
+from asynckv.core.following import Following
+from asynckv.core.follows import Follows
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter, remember
 from asynckv.core.news import release_refused, release_unanswered
@@ -30,7 +32,7 @@ from asynckv.core.peers import Peers
 from asynckv.core.pull import DO, KIND, Effect, Pull, PullState
 from asynckv.core.routes import ReadyRoute, Routes
 from asynckv.core.slots import Slots
-from asynckv.core.source import RELEASE, ROLE, UNBLAMED, Blame, Source
+from asynckv.core.source import RELEASE, ROLE, UNBLAMED, Blame, RemoteRank, Source
 from asynckv.core.timers import Timers
 from asynckv.core.types import Address, Cohort, How, Key, PullId, Reason, RequestId, TransferId, members
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
@@ -106,6 +108,7 @@ class DecodeSide:
         self.posting = Posting(config.total_bytes, config.total_descriptors)
         self.routes = Routes(layout, self._tables_made, costs)
         self.peers = Peers(layout, cohort, config, outbox, timers, nonces, self.routes)
+        self.follows = Follows(config, outbox, timers, nonces, self.peers)
         self._layout, self._config = layout, config
         self._ledger, self._outbox, self._timers, self._nonces = ledger, outbox, timers, nonces
         self._arrivals = arrivals
@@ -181,9 +184,13 @@ class DecodeSide:
         if self._to_meet:
             self._timers.wake(self, now + MEETING_BURST / MEETINGS_PER_S)
 
+    def follow(self, following: Following, now: float) -> None:
+        self._make_way(following.target.engine_id, (following.rank,), now)
+        self.follows.begin(following, now)
+
     def _meet_all(self, pull: Pull, now: float) -> None:
         if not pull.route.ready:
-            self._make_way(pull, now)
+            self._make_way(pull.params.engine_id, pull.route.ranks, now)
         # Attach all first, because meeting one may end the pull, and `_tell` treats a rank without a peer as gone.
         for source in pull.sources:
             self._attach(pull, source, now)
@@ -204,9 +211,9 @@ class DecodeSide:
     def fail(self, pull: Pull, reason: Reason, detail: str, now: float, blame: Blame = UNBLAMED) -> None:
         self._carry_out(pull, pull.fail(reason, detail, now, blame), now)
 
-    def _make_way(self, pull: Pull, now: float) -> None:
+    def _make_way(self, engine_id: str, ranks: Sequence[RemoteRank], now: float) -> None:
         """Drop ranks that never answered, so that unmet ranks of a new pull have room; see `MAX_UNMET`."""
-        for peer in self.peers.in_the_way(pull.params.engine_id, pull.route.ranks):
+        for peer in self.peers.in_the_way(engine_id, ranks):
             text = f"{peer.where} has not answered, and gave way to others that were named since; correct the endpoints"
             for other in self._pulls_of(peer):
                 source = other.source_at(peer.place)
@@ -449,6 +456,12 @@ class DecodeSide:
                 peer.heard_at = now
         if isinstance(message, _ANSWERS):
             self._answered(message, address, sender, now)
+        elif isinstance(message, wire.Offered):
+            if (following := self.follows.offered(message, address, sender, now)) is not None:
+                successor = self.peers.by_place.get(following.rank.place)
+                if successor is not None:
+                    text = f"{successor.where}: {message.detail}"
+                    self._lose(successor, Reason.RESTARTED, text, now, How.REPLACED)
         else:
             self._told(message, peer, address, sender, now)
 
@@ -681,7 +694,7 @@ class DecodeSide:
                 effects += pull.settled(source, "the rank is gone", now)
             elif peer is not None and peer.is_doubted:
                 self.peers.probe(peer, now)
-            if peer in self.peers.waiting and all(self.pulls[p].is_published for p in peer.pulls):
+            if peer in self.peers.waiting and all(self.pulls[p].is_published for p in peer.pulls) and not peer.follows:
                 del self.peers.waiting[peer]  # no pull needs it any more
             if source.running or source.is_waiting:
                 self._make_room(source)
@@ -865,6 +878,7 @@ class DecodeSide:
     def _ready(self, peer: Peer, now: float) -> None:
         """Continue all pulls that waited for a peer."""
         self.posting.take_turn(peer.line)
+        self.follows.ready(peer, now)
         for pull in self._pulls_of(peer):
             source = pull.source_at(peer.place)
             if source.role is ROLE.READ and not pull.is_published:
@@ -890,6 +904,7 @@ class DecodeSide:
 
     def _fail_readers(self, peer: Peer, reason: Reason, detail: str, now: float) -> None:
         peer.num_failed = 0
+        self.follows.lost(peer, reason, detail, now)
         for pull in self._pulls_of(peer):
             was_well, source = pull.failure is None, pull.source_at(peer.place)
             if pull.is_published:

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from asynckv.core.attempts import Request
+from asynckv.core.following import Following
 from asynckv.core.lease import Lease
 from asynckv.core.notes import Note
 from asynckv.core.peer import Peer, PeerState
@@ -87,6 +88,12 @@ class RequestReached(Struct, frozen=True):
     milestone: Milestone
 
 
+class FollowReached(Struct, frozen=True):
+    """A following has ended, with an offer or without; or an offer came after that."""
+
+    following: Following
+
+
 class LeaseOver(Struct, frozen=True):
     lease: Lease
 
@@ -111,6 +118,7 @@ Command = (
     | PackBlocks
     | PullReached
     | RequestReached
+    | FollowReached
     | LeaseOver
     | PeerReached
     | Traced

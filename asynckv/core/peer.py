@@ -105,6 +105,7 @@ class Peer:
 
     agent_name: str = ""
     layout: Layout | None = None
+    minor: int = 0  # minor version of the protocol that it speaks
     packing: Packing | None = None
     asks: Asks = field(default_factory=Asks)
     tables: dict[tuple[object, ...], PeerTables] = field(default_factory=dict)
@@ -112,6 +113,7 @@ class Peer:
     is_loaded: bool = False
 
     pulls: set[PullId] = field(default_factory=set)
+    follows: set[PullId] = field(default_factory=set)  # names of followings that ask here
     transfers: set[TransferId] = field(default_factory=set)
     watched_at: float = math.inf
     """Time since which something is owed or held here. Silence counts from then."""
@@ -172,10 +174,11 @@ class Peer:
         return Hello(self.nonce, MAJOR, MINOR, self.engine_id, self.tp_rank, cohort, self.pp_stage)
 
     def welcomed(
-        self, agent_name: str, layout: Layout, packing: Packing | None, config: PullConfig, now: float
+        self, agent_name: str, layout: Layout, minor: int, packing: Packing | None, config: PullConfig, now: float
     ) -> None:
         self.receive(E.WELCOMED)
-        self.agent_name, self.layout, self.packing, self.is_loading = agent_name, layout, packing, True
+        self.agent_name, self.layout, self.minor, self.packing = agent_name, layout, minor, packing
+        self.is_loading = True
         self.load_by = now + max(config.timeout_s, config.handshake_s)
         self.await_load(config, now)
 
@@ -221,16 +224,16 @@ class Peer:
                 return [Due.HELLO] if now >= self.retry_at else []
             case S.LOADING:
                 return [Due.NOT_LOADED] if now >= self.deadline else []
-            case S.READY | S.SUSPECT if self.pulls:
+            case S.READY | S.SUSPECT if self.pulls or self.follows:
                 return self._heartbeat(config, now)
             case S.READY | S.SUSPECT:
                 return [Due.IDLE] if now >= self.unused_at + config.idle_s else []
-            case S.NEW if self.pulls:
+            case S.NEW if self.pulls or self.follows:
                 return [Due.UNREACHABLE] if self._says_nothing(config, now) else []
             case S.NEW:
                 return [Due.FORGET] if not self.is_loading and now >= self._forget_at(config) else []
             case _:
-                over = now >= self.gone_at + TOMBSTONE_S and not self.transfers and not self.pulls
+                over = now >= self.gone_at + TOMBSTONE_S and not (self.transfers or self.pulls or self.follows)
                 return [Due.FORGET] if over else []
 
     def _says_nothing(self, config: PullConfig, now: float) -> bool:
@@ -286,15 +289,15 @@ class Peer:
                 return min(self.deadline, self.word_by, self.retry_at)
             case S.LOADING:
                 return self.deadline
-            case S.READY | S.SUSPECT if self.pulls:
+            case S.READY | S.SUSPECT if self.pulls or self.follows:
                 return self._ping_at(config)
             case S.READY | S.SUSPECT:
                 return self.unused_at + config.idle_s
-            case S.NEW if self.pulls:
+            case S.NEW if self.pulls or self.follows:
                 return self.word_by
             case S.NEW if not self.is_loading:
                 return self._forget_at(config)
-            case S.GONE if not self.pulls and not self.transfers:
+            case S.GONE if not (self.pulls or self.follows or self.transfers):
                 # Only now, because a tombstone that cannot be cleared yet must not be woken again and again.
                 return self.gone_at + TOMBSTONE_S
             case _:

@@ -126,10 +126,10 @@ class Peers:
 
     # -- pulls at peers ----------------------------------------------------------------------------
 
-    def attach(self, peer: Peer, pull_id: PullId, now: float) -> None:
-        if not peer.pulls:
+    def attach(self, peer: Peer, pull_id: PullId, now: float, *, follows: bool = False) -> None:
+        if not (peer.pulls or peer.follows):
             peer.watched_at = now
-        peer.pulls.add(pull_id)
+        (peer.follows if follows else peer.pulls).add(pull_id)
         if now + self._config.heartbeat_s < peer.scheduled_at:
             self.wake(peer)
 
@@ -137,14 +137,15 @@ class Peers:
         peer = self.by_place.get(place)
         if peer is None:
             return
-        if pull_id in peer.pulls:
+        if pull_id in peer.pulls or pull_id in peer.follows:
             peer.pulls.discard(pull_id)
+            peer.follows.discard(pull_id)
             peer.unused_at = now
-            if not peer.pulls:
+            if not (peer.pulls or peer.follows):
                 self.waiting.pop(peer, None)
         if peer.state is S.GONE:
             self.reap(peer)
-        elif not peer.pulls and peer.scheduled_at == math.inf:
+        elif not (peer.pulls or peer.follows) and peer.scheduled_at == math.inf:
             self.wake(peer)  # else an earlier timer wakes the peer
 
     # -- handshakes --------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ class Peers:
             reason, why = layout
             return peer, reason, f"{peer.where}: {why}"
         self._hellos.pop(peer.nonce, None)
-        peer.welcomed(message.agent_name, layout, message.packing, self._config, now)
+        peer.welcomed(message.agent_name, layout, message.minor, message.packing, self._config, now)
         self.wake(peer)
         self._outbox.commands.append(LoadPeer(peer, message.metadata))
         return None

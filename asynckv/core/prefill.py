@@ -8,8 +8,8 @@ decides the answer:
 - **stale**: refused, because the memory was registered anew since the key was minted;
 - **spent**: refused, because the key was lent or withdrawn once (`core/spent.py`);
 - **closed**: refused, because the engine lends nothing new;
-- **nowhere**: the request may still be lent. A claim is answered `NotYet` and *parked*; a release is acknowledged and
-  parked. The room for both is bounded, in all and per connection, and so is the time.
+- **nowhere**: the request may still be lent. A claim is answered `NotYet` and *parked* (`core/parking.py`); a release
+  is acknowledged and parked.
 
 A killed reader renews no more. Once its last grant has run out, the reader is *gone* if its connections have ended, or
 if a later start of its rank has shaken hands and the reader does not answer. To find out, this rank sends a `Ping`, and
@@ -31,12 +31,27 @@ from asynckv.core.lease import AT_ONCE, PROBE_S, WHAT, Effects, Grant, Lease, Le
 from asynckv.core.ledger import FEW, Ledger
 from asynckv.core.limits import remember, warn_after
 from asynckv.core.news import lease_granted
+from asynckv.core.offers import Offers
 from asynckv.core.outbox import LeaseOver, Outbox, Traced
+from asynckv.core.parking import ParkedMessage, Parking
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.spent import SpentKeys
 from asynckv.core.timers import Timers
 from asynckv.core.types import SAME_SHARDS, Key, KVTransferParams, Outcome, PullId, Reason, ReplyTo, RequestId
-from asynckv.core.wire import Ack, Claim, NotYet, Pack, Packed, Ping, Refused, Release, Renew, Unpack, blocks_digest
+from asynckv.core.wire import (
+    Ack,
+    Claim,
+    Follow,
+    NotYet,
+    Pack,
+    Packed,
+    Ping,
+    Refused,
+    Release,
+    Renew,
+    Unpack,
+    blocks_digest,
+)
 from asynckv.errors import EngineClosed, LayoutError, LocalProtocolError
 from asynckv.geometry.blocks import as_columns, check_blocks, check_covers, expanded
 from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
@@ -64,28 +79,6 @@ _ENDED_AS = {
     LeaseState.EXPIRED: Reason.EXPIRED,
     LeaseState.REVOKED: Reason.REVOKED,
 }
-
-
-ParkingPlace = tuple[str, str, ReplyTo]
-"""Pull, process start and connection. A release replaces its pull's claim."""
-
-
-class ParkedMessage(Struct, frozen=True):
-    message: Claim | Release
-    reply_to: ReplyTo
-    sender: str
-    until: float
-    proven: str
-
-    @property
-    def sharer(self) -> str | ReplyTo:
-        """Return the owner of the room: connections of one key share room, and without keys each has its own."""
-        return self.proven or self.reply_to
-
-    @property
-    def room(self) -> int:
-        """Return the number of places that the message takes: one, unless its request id is long."""
-        return 1 + len(self.message.request_id) // PARKED_TEXT
 
 
 class Ended(Struct, frozen=True, gc=False):
@@ -125,12 +118,8 @@ class PrefillSide:
         self._lease_s = self._warn_s = math.nan
         """The last request's lease, which was checked, and how long it may be held before it is reported."""
         self.max_ended = MAX_ENDED
-        self._parked: dict[Key, dict[ParkingPlace, ParkedMessage]] = {}
-        self._parked_order: deque[tuple[float, Key, ParkingPlace]] = deque()
-        self.next_at = math.inf  # time at which a parked message may fall due
-        self.num_parked = 0  # room of all parked messages
-        self._parked_by: Counter[str | ReplyTo] = Counter()
-        """This room by key, or by connection without keys, because a peer chooses its own name."""
+        self.parking = Parking(config.lease)
+        self.offers = Offers(self.parking, outbox, MAX_ENDED)
         self._claimed: dict[Key, tuple[float, float]] = {}
         """Times of the first and the last claim of each request that is not lent, because parked claims repeat."""
         self.lent_at, self.lease_s = -math.inf, config.lease.lease_s  # time of the last lend, and what it lends for
@@ -152,7 +141,7 @@ class PrefillSide:
         if self.closed_as:
             raise EngineClosed(f"engine {self._here[0]!r} is {self.closed_as} and takes no new work")
 
-    def lend(self, params: KVTransferParams, readers: int, now: float) -> Lease:
+    def lend(self, params: KVTransferParams, readers: int, now: float, ticket: str = "") -> Lease:
         """Lend the request that the params describe, and answer the messages that came before."""
         if self.closed_as:
             self.check_open()
@@ -209,9 +198,11 @@ class PrefillSide:
         if self._outbox.trace:
             self._outbox.commands.append(Traced(lease, tuple(lease.history)))
         self._timers.wake(lease, min(lease.expires_at, lease.look_at, lease.warn_at))
-        if key in self._parked or key in self._claimed:
+        if key in self.parking.by_key or key in self._claimed:
             self._unparked += self._take_parked(key)
             self._receive_parked(now)
+        if ticket:
+            self.offers.lend(ticket, lease, params)
         return lease
 
     def withdraw(self, params: KVTransferParams, now: float) -> tuple[str, ...] | None:
@@ -297,11 +288,12 @@ class PrefillSide:
     def shut(self, how: str) -> None:
         """Lend nothing any more, and refuse readers that wait for a request that was not lent."""
         self.closed_as = how
-        self._parked_order.clear()
         self._claimed.clear()
-        for parked in [each for key in list(self._parked) for each in self._take_parked(key)]:
+        for parked in self.parking.take_all():
             if isinstance(parked.message, Claim):
                 self._refuse(parked.message, parked.reply_to, parked.sender, Reason.ENGINE_CLOSED)
+            elif isinstance(parked.message, Follow):
+                self.offers.refuse(parked, how)
 
     # -- messages and time -------------------------------------------------------------------------
 
@@ -384,21 +376,12 @@ class PrefillSide:
 
     def tick(self, now: float) -> None:
         self._receive_parked(now)
-        for _ in range(AT_ONCE):
-            if not self._parked_order or self._parked_order[0][0] > now:
-                break
-            _, key, place = self._parked_order.popleft()
-            waiting = self._parked.get(key, {})
-            if place in waiting and waiting[place].until <= now:
-                parked = waiting.pop(place)
-                self._unpark(parked)
-                self._outbox.counters["parked.expired"] += 1
-                if isinstance(parked.message, Release):
-                    self._forget(key, parked.message, parked.sender, now)
-                if not waiting:
-                    del self._parked[key]
-        waits_until = self._parked_order[0][0] if self._parked_order else math.inf
-        self.next_at = now if self._unparked else waits_until
+        for parked in self.parking.tick(now):
+            self._outbox.counters["parked.expired"] += 1
+            if isinstance(parked.message, Release):
+                self._forget(parked.message.key, parked.message, parked.sender, now)
+        if self._unparked:
+            self.parking.next_at = now
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -429,6 +412,7 @@ class PrefillSide:
             self._ledger.drop(key.token)
             cohorts = tuple(lease.cohorts)[:MAX_NAMED]
             self._ended[key] = Ended(_ENDED_AS[lease.state], lease.lent.readers, cohorts)
+            self.offers.lease_ended(key, _ENDED_AS[lease.state])
             if len(self._ended) > self.max_ended:
                 self._ended.popitem(last=False)
             if cohorts:
@@ -510,40 +494,13 @@ class PrefillSide:
     # -- early messages ----------------------------------------------------------------------------
 
     def _park(self, message: Claim | Release, reply_to: ReplyTo, sender: str, now: float, proven: str) -> None:
-        place = (message.pull_id, sender, reply_to)
-        waiting = self._parked.get(message.key, {})
-        known = waiting.get(place)
-        # Half of the room is first come, first served. Beyond that no connection gets more than an eighth of all, so
-        # that a connection that floods us leaves room for others.
-        most, share = self._config.max_parked, max(self._config.max_parked // 8, 1)
-        taken = self.num_parked
-        full = taken >= most or (taken >= most // 2 and self._parked_by[proven or reply_to] >= share)
-        if full and (known is None or len(message.request_id) > len(known.message.request_id)):
+        room = 1 + len(message.request_id) // PARKED_TEXT
+        if not self.parking.park(message.key, message.pull_id, message, reply_to, sender, now, proven, room):
             self._outbox.counters["parked.refused"] += 1
             if isinstance(message, Claim):
                 # The claim is not kept, because its sender repeats it.
                 self._outbox.send(reply_to, sender, NotYet(message.key, message.pull_id, message.nonce))
             return
-        until, kept = now + self._config.parked_s, message
-        if known is not None:
-            if isinstance(known.message, Release) or (
-                isinstance(message, Claim) and message.nonce < known.message.nonce
-            ):
-                kept = known.message  # a claim that arrives after a newer one, or after the release, is late
-            self._unpark(known)
-        if known is not None and type(kept) is type(known.message):
-            until = known.until  # repeats do not extend the time
-        else:
-            # A release gets its whole time even after a claim, because no reader repeats an acknowledged release.
-            self._parked_order.append((until, message.key, place))
-            self.next_at = min(self.next_at, until)
-        parked = self._parked.setdefault(message.key, waiting)[place] = ParkedMessage(
-            kept, reply_to, sender, until, proven
-        )
-        self._parked_by[parked.sharer] += parked.room
-        self.num_parked += parked.room
-        if len(self._parked_order) > 8 * most:
-            self._parked_order = deque(x for x in self._parked_order if x[2] in self._parked.get(x[1], ()))
         if isinstance(message, Claim):
             remember(self._claimed, message.key, (self._claimed.get(message.key, (now, now))[0], now), MAX_FORGOTTEN)
             self._outbox.send(reply_to, sender, NotYet(message.key, message.pull_id, message.nonce))
@@ -554,32 +511,23 @@ class PrefillSide:
             self._outbox.send(reply_to, sender, Ack(message.key, message.pull_id))
 
     def _take_parked(self, key: Key) -> list[ParkedMessage]:
-        parked = list(self._parked.pop(key, {}).values())
         self._claimed.pop(key, None)
-        for each in parked:
-            self._unpark(each)
-        return parked
+        return self.parking.take(key)
 
     def _receive_parked(self, now: float) -> None:
         """Take some of the messages that came before their request was lent; the others follow in the next turns."""
         for _ in range(min(len(self._unparked), AT_ONCE)):
             parked = self._unparked.popleft()
-            if parked.until > now and parked.message.key in self.leases:
+            if parked.until > now and not isinstance(parked.message, Follow) and parked.message.key in self.leases:
                 self.receive(parked.message, parked.reply_to, parked.sender, now, parked.proven)
         if self._unparked:
-            self.next_at = now
+            self.parking.next_at = now
 
     def _forget(self, key: Key, release: Release, sender: str, now: float) -> None:
         """Give up a release that was acknowledged and never applied, but remember it for the log."""
         detail = f"it came before the request was lent, and was kept for parked_s {self._config.parked_s:g}"
         refusal = Refusal(now, "release", "parked_too_long", release.cohort.name(sender), detail)
         remember(self._forgotten, key, refusal, MAX_FORGOTTEN)
-
-    def _unpark(self, parked: ParkedMessage) -> None:
-        self.num_parked -= parked.room
-        self._parked_by[parked.sharer] -= parked.room
-        if not self._parked_by[parked.sharer]:
-            del self._parked_by[parked.sharer]
 
 
 def _blocks_of(index: int, group: Group, offer: BlockRuns, lent: Lent) -> Int64s:

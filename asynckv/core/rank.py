@@ -1,7 +1,7 @@
 """One engine rank as a whole: calls, packets and time come in, messages and commands go out.
 
-    calls     lend, withdraw                   -> prefill side
-              announce, pull, cancel, abandon, discharge -> decode side
+    calls     lend, withdraw, withdraw_ticket  -> prefill side
+              follow, announce, pull, cancel, abandon, discharge -> decode side
               shut                              -> prefill side, readers
               close                             -> both sides
     packets   of readers                        -> prefill side, readers
@@ -29,6 +29,7 @@ from asynckv.config import EngineConfig
 from asynckv.core import wire
 from asynckv.core.attempts import NONE, Request, RequestState
 from asynckv.core.decode import DecodeSide
+from asynckv.core.following import Following
 from asynckv.core.lease import Lease
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter, warn_after
@@ -38,10 +39,10 @@ from asynckv.core.peers import Peers
 from asynckv.core.prefill import PrefillSide
 from asynckv.core.pull import KIND, Kind, Pull, PullRequest, PullState
 from asynckv.core.readers import Identity, Readers
-from asynckv.core.routes import refusal
+from asynckv.core.routes import Route, refusal
 from asynckv.core.source import ROLE, Source
 from asynckv.core.timers import Timed, Timers
-from asynckv.core.types import Address, Cohort, KVTransferParams, PullId, Reason, ReplyTo, RequestId
+from asynckv.core.types import Address, Cohort, FollowParams, KVTransferParams, PullId, Reason, ReplyTo, RequestId
 from asynckv.errors import (
     AsyncKVError,
     EngineClosed,
@@ -68,6 +69,7 @@ COSTS = dict.fromkeys(_RECEIVED, 2.0) | {
     wire.Claim: 2.5,
     wire.Release: 2.5,
     wire.Pack: 10.0,
+    wire.Follow: 10.0,
 }
 """Most work of a message, in pings (2 to 3 us each); a `Pack` costs more with a longer recipe (`PARTS`)."""
 
@@ -94,9 +96,11 @@ class RankCore:
         self.readers = Readers(identity, self.outbox)
         self.prefill = PrefillSide(identity, config, self.ledger, self.outbox, self.timers, self.readers, arrivals)
         self.lend, self.withdraw = self.prefill.lend, self.prefill.withdraw
+        self.withdraw_ticket = self.prefill.offers.withdraw
         self.decode = DecodeSide(
             layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, arrivals, costs
         )
+        self.decode.follows.on_late = self._release_late
         self.on_question: Ask = lambda *_: True
         self.on_overdue: Callable[[Lease | Pull, float], None] = lambda *_: None
         """The engine sets both: what answers questions about this rank, and what hears of requests held for long."""
@@ -113,6 +117,41 @@ class RankCore:
         self._pull_prefix = f"{identity.incarnation[:16]}-"
 
     # -- calls -------------------------------------------------------------------------------------
+
+    def follow(self, request_id: str, target: FollowParams, cohort_id: str, wait_s: float, now: float) -> Following:
+        """Ask a prefill rank for the params of the request that brings a ticket, for `wait_s` at most."""
+        self.prefill.check_open()
+        route = self.decode.routes.answered_for(request_id, target)
+        self._check_other(request_id, target.engine_id, route)
+        following = Following(
+            follow_id=PullId(f"{self._pull_prefix}f{next(self._pull_ids)}"),
+            request_id=RequestId(request_id),
+            target=target,
+            cohort=self._cohort(cohort_id),
+            rank=next((rank for rank in route.ranks if rank.is_predicted), route.ranks[0]),
+            since=now,
+            deadline=now + wait_s,
+        )
+        self.decode.follow(following, now)
+        return following
+
+    def _release_late(self, following: Following, now: float) -> None:
+        assert following.params is not None
+        cohort_id = following.cohort.id if following.cohort.id != self.cohort.id else ""
+        with suppress(AsyncKVError):
+            request = PullRequest(following.request_id, (), following.params, cohort_id)
+            self.let_go(request, Reason.DISCHARGED, now)
+
+    def _cohort(self, cohort_id: str) -> Cohort:
+        return msgspec.structs.replace(self.cohort, id=cohort_id) if cohort_id else self.cohort
+
+    def _check_other(self, request_id: str, engine_id: str, route: Route) -> None:
+        if engine_id == self.identity.engine_id and self.identity.incarnation in [r.place[1] for r in route.ranks]:
+            raise refusal(
+                request_id,
+                f"request {request_id[:200]!r} is lent by this very rank, and a NIXL agent cannot read from itself; "
+                f"use the blocks in place, or discharge the request",
+            )
 
     def announce(self, request_id: str, params: KVTransferParams, cohort_id: str, wait_s: float, now: float) -> Pull:
         """Start a pull without blocks. Handshake, claim and renewals begin now, and last for `wait_s` at most."""
@@ -139,13 +178,9 @@ class RankCore:
     ) -> Pull:
         params, cohort_id = request.params, request.cohort_id
         route = self.decode.routes.answered_for(request.request_id, params)
-        ours, reads = self.identity, kind in (KIND.PULL, KIND.ANNOUNCEMENT)
-        if reads and params.engine_id == ours.engine_id and ours.incarnation in [r.place[1] for r in route.ranks]:
-            raise refusal(
-                request.request_id,
-                f"request {request.request_id[:200]!r} is lent by this very rank, and a NIXL agent cannot read from "
-                f"itself; use the blocks in place, or discharge the request",
-            )
+        reads = kind in (KIND.PULL, KIND.ANNOUNCEMENT)
+        if reads and params.engine_id == self.identity.engine_id:
+            self._check_other(request.request_id, params.engine_id, route)
         pull_id = PullId(f"{self._pull_prefix}{next(self._pull_ids)}")
         # Only the stages themselves know their layers, so any of them may turn out to hold nothing of ours.
         predicted, other = (ROLE.READ, ROLE.UNKNOWN) if reads else (ROLE.RELEASE_ONLY, ROLE.RELEASE_ONLY)
@@ -161,7 +196,7 @@ class RankCore:
             pull_id=pull_id,
             request_id=RequestId(request.request_id),
             params=params,
-            cohort=msgspec.structs.replace(self.cohort, id=cohort_id) if cohort_id else self.cohort,
+            cohort=self._cohort(cohort_id) if cohort_id else self.cohort,
             digest=wire.blocks_digest(
                 params.groups, params.num_tokens, params.written, params.hashes, params.hash_tokens, params.recall
             ),
@@ -305,9 +340,12 @@ class RankCore:
         return common_prefix(request.hashes, params.hashes, params.hash_tokens, wanted)
 
     def cancel(self, request_id: str, now: float) -> bool:
-        """Give up a request that is announced, pulled, or between two attempts. Return False if there is none."""
+        """Give up a request that is followed, announced, pulled, or between two attempts; return False if none is."""
         name = RequestId(request_id)
         request, pull = self.decode.between.get(name), self.decode.by_request.get(name)
+        following = self.decode.follows.by_request.get(name)
+        if following is not None:
+            self.decode.follows.end(following, Reason.CANCELLED, Reason.CANCELLED.value, now)
         if request is not None:
             request.stop(Reason.CANCELLED, is_last=True)
             self._go_on(request, now)
@@ -316,7 +354,7 @@ class RankCore:
                 pull.owner.stop(Reason.CANCELLED, is_last=True)
             pull.wanted(True, pull.priority, pull.retryable)
             self.decode.cancel(pull, now)
-        return request is not None or pull is not None
+        return request is not None or pull is not None or following is not None
 
     def abandon(self, request: Request, now: float) -> None:
         """Give up a request because its caller was cancelled, and may still try again (`is_last`)."""
@@ -373,6 +411,8 @@ class RankCore:
             self.outbox.commands.append(RequestReached(request, Milestone.ENDED))
 
     def _stop_requests(self, now: float) -> None:
+        for following in list(self.decode.follows.by_id.values()):
+            self.decode.follows.end(following, Reason.ENGINE_CLOSED, "the engine was closed", now)
         for request in self.requests:
             request.stop(Reason.ENGINE_CLOSED)
             self._go_on(request, now)
@@ -404,7 +444,8 @@ class RankCore:
     @property
     def is_idle(self) -> bool:
         decode = self.decode
-        return not (decode.pulls or decode.between or self.prefill.leases or self.ledger.occupants)
+        is_waiting = decode.pulls or decode.between or decode.follows.by_id
+        return not (is_waiting or self.prefill.leases or self.ledger.occupants)
 
     @property
     def is_bound(self) -> bool:
@@ -508,9 +549,11 @@ class RankCore:
                     self.on_overdue(lease, now)
                 return steps
             case Peer() as peer:
-                steps = 1 + len(peer.pulls)
+                steps = 1 + len(peer.pulls) + len(peer.follows)
                 self.decode.tick_peer(peer, now)
                 return steps
+            case Following() as following:
+                self.decode.follows.tick(following, now)
             case Request() as request:
                 steps = 1 if request.pull is None else request.pull.steps
                 self._go_on(request, now)
@@ -525,7 +568,7 @@ class RankCore:
 
     @property
     def next_at(self) -> float:
-        return min(self.timers.next_at, self.prefill.next_at, self.read_on_at)
+        return min(self.timers.next_at, self.prefill.parking.next_at, self.read_on_at)
 
     # -- inside ------------------------------------------------------------------------------------
 
@@ -558,6 +601,10 @@ class RankCore:
                 self.prefill.pack(message, route, source, now, principal, proven)
             case wire.Unpack():
                 self.prefill.unpack(message, source, now, proven)
+            case wire.Follow():
+                self.prefill.offers.follow(message, route, source, now, proven, self.prefill.closed_as)
+            case wire.Unfollow():
+                self.prefill.offers.unfollow(message, route, source)
             case wire.StatusRequest(most=0) if self.config.inspect.enabled and not self._may_ask(principal, route, now):
                 return False  # a question for counts alone is limited here, as counting many requests takes long
             case wire.StatusRequest():

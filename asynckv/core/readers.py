@@ -119,8 +119,11 @@ class Readers:
     def misdirected(self, message: wire.Message, route: ReplyTo, source: str) -> None:
         """Refuse a message that was meant for a process that no longer exists."""
         detail, reader = f"{self._identity.name} listens here now", f"?@{source[:SHOWN_LETTERS]}"
-        answer: wire.Refused | wire.Unwelcome
+        answer: wire.Refused | wire.Unwelcome | wire.Offered
         match message:
+            case wire.Follow(ticket=ticket, nonce=nonce):
+                answer = wire.Offered(ticket, nonce, reason=Reason.RESTARTED, detail=detail)
+                what, reader = "follow", message.cohort.name(source)
             case wire.Claim() | wire.Renew() | wire.Release():
                 answer, what = refused(message, Reason.RESTARTED, detail), WHAT[type(message)]
                 if not isinstance(message, wire.Renew):
@@ -135,8 +138,11 @@ class Readers:
                 return
         self.refuse(reader, what, route, source, answer)
 
-    def refuse(self, name: str, what: str, route: ReplyTo, source: str, answer: wire.Refused | wire.Unwelcome) -> None:
+    def refuse(
+        self, name: str, what: str, route: ReplyTo, source: str, answer: wire.Refused | wire.Unwelcome | wire.Offered
+    ) -> None:
         self._outbox.send(route, source, answer)
+        assert answer.reason is not None
         self._outbox.commands.append(ReaderRefused(name, what, answer.reason, short(answer.detail)))
 
     # -- inside ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from asynckv.core.flow import FlowKey
 from asynckv.core.limits import remember
 from asynckv.core.peer import Peer
 from asynckv.core.source import RemoteRank
-from asynckv.core.types import Address, Endpoint, KVTransferParams, Place, Reason, rank_name
+from asynckv.core.types import Address, Endpoint, FollowParams, KVTransferParams, Place, Reason, rank_name
 from asynckv.errors import LayoutError, PlanRefused
 from asynckv.geometry.layout import Layout
 from asynckv.geometry.match import NotCovered, assign, predicted, remote_ranks
@@ -73,7 +73,7 @@ class Routes:
         self._chosen: dict[tuple[FlowKey, tuple[int, ...]], Chosen | str] = {}
         """Ranks that were met together, and wanted groups -> tables to read from each, or why these are not enough."""
 
-    def answered_for(self, request_id: str, params: KVTransferParams) -> Route:
+    def answered_for(self, request_id: str, params: KVTransferParams | FollowParams) -> Route:
         """Return the remote ranks that this one answers for, or raise `PlanRefused` if params list no whole group."""
         shards = params.num_token_shards or 1
         group = (params.engine_id, tuple(params.endpoints), params.tp_size, params.pp_size, shards)
@@ -87,27 +87,28 @@ class Routes:
             self._groups[group] = found
         return found
 
-    def _answered_for(self, request_id: str, params: KVTransferParams, shards: int) -> Route:
+    def _answered_for(self, request_id: str, params: KVTransferParams | FollowParams, shards: int) -> Route:
+        named = (params.request_id if isinstance(params, KVTransferParams) else request_id)[:80]
         listed = {(e.pp_stage, e.tp_rank) for e in params.endpoints}
         whole = len(listed) == len(params.endpoints) == params.tp_size * params.pp_size
         if not (whole and all(s < params.pp_size and r < params.tp_size for s, r in listed)):
             raise refusal(
                 request_id,
-                f"the params of request {params.request_id[:80]!r} list prefill ranks (pp_stage, tp_rank) "
+                f"the params of request {named!r} list prefill ranks (pp_stage, tp_rank) "
                 f"{list(listed)[:16]}; every one of tp_size {params.tp_size} x pp_size {params.pp_size} must be "
                 f"listed once",
             )
         if len({(e.address, e.incarnation) for e in params.endpoints}) < len(params.endpoints):
             raise refusal(
                 request_id,
-                f"the params of request {params.request_id[:80]!r} name one process for several of their "
+                f"the params of request {named!r} name one process for several of their "
                 f"{len(params.endpoints)} ranks; give the endpoint of each rank",
             )
         ranks = remote_ranks(self._layout.tp_rank, self._layout.tp_size, params.tp_size, shards)
         if len(ranks) * params.pp_size > MAX_SOURCES:
             raise refusal(
                 request_id,
-                f"request {params.request_id[:80]!r} would be read from up to {len(ranks)} x {params.pp_size} prefill "
+                f"request {named!r} would be read from up to {len(ranks)} x {params.pp_size} prefill "
                 f"ranks, more than {MAX_SOURCES}",
             )
         first = predicted(self._layout, ranks, params.tp_size, shards)

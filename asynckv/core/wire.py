@@ -3,6 +3,7 @@
     decode rank  ->  prefill rank          prefill rank  ->  decode rank
     Hello                                  Welcome | Unwelcome
     Claim, Renew                           Granted | NotYet | Refused
+    Follow, Unfollow                       Offered
     Pack, Unpack                           Packed
     Release                                Ack
     Ping, StatusRequest                    Pong, Status
@@ -30,17 +31,29 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from asynckv.core.types import MAX_ID, Cohort, Key, Outcome, Reason, RequestText, Seconds
+from asynckv.core.types import (
+    MAX_ID,
+    Cohort,
+    Key,
+    KVTransferParams,
+    Outcome,
+    Reason,
+    RequestText,
+    Seconds,
+    Ticket,
+    decode_params,
+)
 from asynckv.errors import RemoteProtocolError
 from asynckv.geometry.bounds import BlockRuns, Name, Rank, Size
 from asynckv.geometry.gather import Packing, Recipe
 
 MAJOR = 1
-MINOR = 6
+MINOR = 7
 """Minor version. 1 added `Draining`, 2 the reason `withdrawn`, 3 the options of a status request and its account, 4
-packed copies, 5 layouts that say what they guess (`Layout.guessed_axis`), 6 tokens that ranks share."""
+packed copies, 5 layouts that say what they guess (`Layout.guessed_axis`), 6 tokens that ranks share, 7 tickets."""
 
 SETTLES = 5  # the minor version since which ranks settle guesses, so that an older one may be refused without need
+OFFERS = 7  # the minor version since which a rank can be followed
 
 MAX_PACKET = 16 * 1024 * 1024
 """Largest packet in bytes. The control plane refuses a larger one before it is decoded."""
@@ -54,9 +67,12 @@ with a long request id, of 70 KB at most, a `Pack` of 115 KB, or a `Welcome` wit
 
 MAX_MESSAGES = 512
 
+MAX_OFFER = 12 * 1024 * 1024  # bytes of offered params; the most runs and hashes of a request take less
+
 Incarnation = Annotated[str, Meta(max_length=64)]
 PullText = Annotated[str, Meta(min_length=1, max_length=128)]
-Nonce = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+MAX_NONCE = (1 << 63) - 1
+Nonce = Annotated[int, Meta(ge=0, le=MAX_NONCE)]
 
 RELEASE_NONCE = 0
 """Nonce in the refusal of a `Release`, which carries none itself. No claim or renewal has this nonce."""
@@ -67,6 +83,9 @@ MAX_CURSOR = 256
 MAX_DETAIL = 4096
 Detail = Annotated[str, Meta(max_length=MAX_DETAIL)]
 
+NOT_OFFERED = frozenset(
+    {Reason.WITHDRAWN, Reason.CONSUMED, Reason.EXPIRED, Reason.REVOKED, Reason.RESTARTED, Reason.ENGINE_CLOSED}
+)
 UNWELCOME = frozenset({Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RESTARTED, Reason.ENGINE_CLOSED})
 REFUSED = frozenset(
     {
@@ -281,6 +300,39 @@ class Unpack(Struct, frozen=True, array_like=True, tag=19, gc=False):
     nonce: Nonce
 
 
+class Follow(Struct, frozen=True, array_like=True, tag=20, gc=False):
+    """Ask to be told the params of the request that brings a ticket to the prefill engine, once it is lent.
+
+    A ticket that the rank does not know may be ahead of its request. Its follower is parked, and repeats this.
+    """
+
+    ticket: Ticket
+    nonce: Nonce
+    cohort: Cohort
+
+
+class Unfollow(Struct, frozen=True, array_like=True, tag=21, gc=False):
+    """Say that a follower wants no offer any more."""
+
+    ticket: Ticket
+    nonce: Nonce
+
+
+class Offered(Struct, frozen=True, array_like=True, tag=22, gc=False):
+    """Tell a follower the params of its request, which is lent; or the reason why it will not be, or is no more."""
+
+    ticket: Ticket
+    nonce: Nonce
+    params: Raw = Raw(b"\xc0")
+    """Encoded `KVTransferParams`, or None. `decode_offer` checks its length first."""
+    reason: Reason | None = None
+    detail: Detail = ""
+
+    def __post_init__(self) -> None:
+        if self.reason is not None:
+            _check_reason(self.reason, NOT_OFFERED)
+
+
 Message = (
     Hello
     | Welcome
@@ -301,6 +353,9 @@ Message = (
     | Pack
     | Packed
     | Unpack
+    | Follow
+    | Unfollow
+    | Offered
 )
 
 
@@ -330,6 +385,7 @@ decode = _decoder.decode
 
 UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _header: msgspec.msgpack.Decoder[_Header] = msgspec.msgpack.Decoder(_Header)
+_params: msgspec.msgpack.Decoder[KVTransferParams] = msgspec.msgpack.Decoder(KVTransferParams)
 
 
 def encode_packet(sender: str, target: str, messages: Sequence[Message]) -> bytes:
@@ -355,6 +411,20 @@ def _other_major(data: bytes) -> str:
     except UNREADABLE:
         return ""
     return f"protocol version {major} is not {MAJOR}; " if major != MAJOR else ""
+
+
+def encode_offer(params: KVTransferParams) -> Raw:
+    return Raw(_encoder.encode(params))
+
+
+def decode_offer(offered: Offered) -> KVTransferParams:
+    """Decode the params of an offer, or raise `RemoteProtocolError`."""
+    if len(memoryview(offered.params)) > MAX_OFFER:
+        raise RemoteProtocolError(f"the offered params are longer than {MAX_OFFER} bytes")
+    try:
+        return decode_params(_params.decode(offered.params))
+    except UNREADABLE as exc:
+        raise RemoteProtocolError(f"the offered params are malformed: {exc}") from exc
 
 
 def blocks_digest(

@@ -10,11 +10,14 @@ import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import anyio
+import msgspec
 
 from asynckv import errors
 from asynckv.core.attempts import RETRYABLE, Request, RequestState, blocks_of
+from asynckv.core.following import Following
 from asynckv.core.pull import Pull
 from asynckv.core.types import How, Reason
 from asynckv.engine.driver import Driver
@@ -49,12 +52,24 @@ class Caller:
 
     _news: asyncio.Event | None = None
 
-    def ended(self, job: Request) -> None:
+    def ended(self, job: Request | Following) -> None:
         if self._news is not None:
             self._news.set()
 
-    def returned(self, job: Request, is_retired: bool) -> None:
-        """Do nothing: `PullError.returned` asks the driver."""
+    def returned(self, job: Request | Following, is_retired: bool) -> None:
+        """Do nothing: `PullError.returned` asks the driver, and the core has released a late offer."""
+
+    async def offer(self, driver: Driver, following: Following) -> dict[str, Any]:
+        """Wait for the params of a request that is followed, or raise `NoOffer`."""
+        core, self._news = driver.core, asyncio.Event()
+        try:
+            if following.is_open:
+                await self._news.wait()
+        except asyncio.CancelledError:
+            core.cancel(following.request_id, driver.clock.now())
+            driver.soon()
+            raise
+        return offer_of(following)
 
     async def wait(self, driver: Driver, request: Request) -> PullResult:
         """Wait for the result, or raise the error of the last attempt."""
@@ -72,6 +87,20 @@ class Caller:
                     await news.wait()
             raise
         return outcome(driver, request)
+
+
+def offer_of(following: Following) -> dict[str, Any]:
+    """Return the params that a following was offered, or raise why there are none."""
+    if following.params is not None:
+        plain: dict[str, Any] = msgspec.to_builtins(following.params)
+        return plain
+    assert following.reason is not None
+    raise errors.NoOffer(
+        f"request {following.request_id[:200]!r} was offered nothing: {following.detail}",
+        request_id=following.request_id,
+        failed_in="follow",
+        reason=following.reason.value,
+    )
 
 
 def outcome(driver: Driver, request: Request) -> PullResult:

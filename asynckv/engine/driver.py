@@ -24,9 +24,11 @@ from asynckv.account.inspect import HeldBlocks
 from asynckv.account.survey import Survey
 from asynckv.account.watch import Watch
 from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.following import Following, FollowState
 from asynckv.core.lifecycle import Lifecycle, LifeState
 from asynckv.core.outbox import (
     DetachRead,
+    FollowReached,
     LeaseOver,
     LoadPeer,
     Milestone,
@@ -40,7 +42,7 @@ from asynckv.core.outbox import (
 from asynckv.core.peer import Peer
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.rank import RankCore
-from asynckv.core.types import Address, How, PullId, ReplyTo, members
+from asynckv.core.types import Address, How, PullId, Reason, ReplyTo, members
 from asynckv.core.wire import Status, StatusRequest
 from asynckv.edges.transports import is_loopback
 from asynckv.engine.home import Home
@@ -49,13 +51,14 @@ from asynckv.errors import BackendError, BlocksRetired, EngineClosed, LocalProto
 from asynckv.observe.log import SAME_S, Recorder
 from asynckv.observe.observer import Observers
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, CopyMade, DataPlane, TimerHandle
-from asynckv.told import Told, short
+from asynckv.told import FollowFailed, Told, short
 
 TURNED_AWAY = (
     "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "
     "authorized keys"
 )
 HOW = frozenset(How)
+EXPECTED = frozenset({Reason.CANCELLED, Reason.WITHDRAWN, Reason.ENGINE_CLOSED})
 POST_SLICE_S = 0.0005  # a turn plans and posts for so long, and then for as much CPU: no holder of the GIL ends both
 BEAT_S = 0.25  # while anything is under way the timer runs at least this often, to notice that the loop was away
 IDLE_BEAT_S = 2.5  # the beat of an idle engine, which has no deadlines; a new peer waits for `handshake_s`
@@ -329,7 +332,7 @@ class Driver:
             waits_for = {x.name for pull in core.decode.pulls.values() for x in pull.sources if x.is_waited_for}
             self.recorder.alive(self.inspect, sorted(waits_for)[:MAX_WAITED], now)
         self.recorder.tell_groups(now, SAME_S)
-        self._beats_fast = not core.is_idle or core.prefill.num_parked > 0
+        self._beats_fast = not core.is_idle or core.prefill.parking.num_parked > 0
         self._beat_at = math.inf if self.life.is_shut else now + (BEAT_S if self._beats_fast else IDLE_BEAT_S)
         if self._next_at <= now:
             self.safely(self._tell_held, now)
@@ -406,7 +409,7 @@ class Driver:
             self._internal_error(exc)
         self.turned.set()
         # Whatever happened: without its timer the engine would keep no deadline.
-        others = core.prefill.next_at, self.watch.next_at, self.survey.next_at, core.read_on_at
+        others = core.prefill.parking.next_at, self.watch.next_at, self.survey.next_at, core.read_on_at
         when = min(core.timers.earliest, *others, self._beat_at)
         if when < self._timer_at or self._timer is None:
             self._arm(when)
@@ -501,6 +504,8 @@ class Driver:
                         assert request.pull is not None
                         recorder.pull_tried_again(request.pull, request.next_at - now)
                         self.tell(self.observers.pull_retried, request.pull, now)
+                    case FollowReached(following):
+                        self._tell_follow(following, now)
                     case LeaseOver(lease):
                         if lease.on_end is not None:
                             lease.on_end()
@@ -536,6 +541,18 @@ class Driver:
             unlinked, outbox.unlinked = outbox.unlinked, {}
             for address in unlinked:
                 self.safely(self.control.disconnect, address)
+
+    def _tell_follow(self, following: Following, now: float) -> None:
+        if following.state is FollowState.ENDED and following.reason is not None:
+            name, reason, peer = short(following.request_id), following.reason.value, following.rank.name
+            waited_s = round(now - following.since, 6)
+            told = FollowFailed(name, peer, reason, short(following.detail), waited_s)
+            self.recorder.log(told, now, "info" if following.reason in EXPECTED else "warning")
+        if (waiter := following.waiter) is not None:
+            if following.state is FollowState.LATE:
+                waiter.returned(following, False)
+            else:
+                waiter.ended(following)
 
     async def _load(self, peer: Peer, metadata: bytes) -> None:
         core = self.core

@@ -23,14 +23,26 @@ from asynckv.account.values import Facts, Lag
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, number, seconds, shown, text, texts
 from asynckv.config import MAX_RETRIES, EngineConfig
 from asynckv.core.attempts import Request, Waiter
+from asynckv.core.following import Following
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
-from asynckv.core.types import MAX_HASHES, Address, Endpoint, KVTransferParams, decode_params, rank_name, sendable
+from asynckv.core.types import (
+    MAX_HASHES,
+    Address,
+    Endpoint,
+    FollowParams,
+    KVTransferParams,
+    check_ticket,
+    decode_follow,
+    decode_params,
+    rank_name,
+    sendable,
+)
 from asynckv.edges.control.local import LocalDoor, socket_name
 from asynckv.edges.kernel import identity, processor_waits
-from asynckv.engine.caller import Caller, outcome
+from asynckv.engine.caller import Caller, offer_of, outcome
 from asynckv.engine.driver import Driver
 from asynckv.engine.ending import Shutdown
 from asynckv.engine.home import NOT_STARTED, Home
@@ -380,7 +392,9 @@ class Engine:
 
     # -- prefill -----------------------------------------------------------------------------------
 
-    def lend(self, params: KVTransferParams | Mapping[str, Any], *, num_readers: int = 1) -> LentRequest:
+    def lend(
+        self, params: KVTransferParams | Mapping[str, Any], *, num_readers: int = 1, ticket: str = ""
+    ) -> LentRequest:
         """Lend the blocks that params describe. Call it on every prefill rank.
 
         The KV must be in the blocks already (`synchronize` waits for a GPU). Lend requests in any order, each once.
@@ -389,6 +403,7 @@ class Engine:
             params: Params from `PrefillRanks.make_params`. The decode side may have them already.
             num_readers: Number of decode engines that will read the request, each once. The blocks return when all of
                 them have released. A reader that never comes costs the rest of `lease_s`; one more is refused.
+            ticket: Ticket that the request came with, if any. Its followers are offered the params (`follow`).
 
         Raises:
             EngineClosed: The engine is closed or draining.
@@ -402,7 +417,7 @@ class Engine:
         wanted, driver = decode_params(params), self._driver
         driver.soon()  # first, because nothing may begin without a turn
         now = self._clock.now()
-        lease = driver.core.lend(wanted, num_readers, now)
+        lease = driver.core.lend(wanted, num_readers, now, ticket and check_ticket(ticket))
         driver.tell(driver.observers.lease_lent, lease, wanted, now)
         return LentRequest(driver, lease)
 
@@ -428,6 +443,19 @@ class Engine:
         if waited is not None:
             ids = found.request_id, found.key.sequence
             self._recorder.log(told.RequestWithdrawn(*ids, len(waited), list(waited[:8])))
+
+    def withdraw_ticket(self, ticket: str) -> None:
+        """Declare that the request that came with a ticket ends without a loan. Call it on every prefill rank.
+
+        Followers that wait, or come later, are told (`NoOffer`). A ticket that is lent stays as it is.
+
+        Raises:
+            EngineClosed: The engine was not started.
+            LocalProtocolError: The ticket is malformed.
+        """
+        self._home.here(self.withdraw_ticket)
+        self._driver.soon()
+        self._driver.core.withdraw_ticket(check_ticket(ticket))
 
     def recall(self, requests: Iterable[KVTransferParams | Mapping[str, Any]]) -> tuple[HeldBlocks, ...]:
         """Take requests back at once: when this returns, nothing of them is lent. Call it on every prefill rank.
@@ -478,6 +506,59 @@ class Engine:
         return len(self._driver.core.prefill.reclaim(num_blocks, self._clock.now()))
 
     # -- decode ------------------------------------------------------------------------------------
+
+    async def follow(
+        self,
+        request_id: str,
+        follow: FollowParams | Mapping[str, Any],
+        *,
+        wait_s: float | None = None,
+        cohort_id: str = "",
+    ) -> dict[str, Any]:
+        """Wait for the params of a request that its prefill engine still computes.
+
+        Call it on every decode rank. Give the params of the first rank that has some to `announce` or `pull` on all
+        ranks, and cancel the others. An offer that comes after the end is released by this rank alone.
+
+        Args:
+            request_id: The decode side's id.
+            follow: What the router gave: a ticket, and `engine_id`, `tp_size`, `pp_size` and `endpoints` of the prefill
+                engine that got the same ticket.
+            wait_s: Seconds to wait; `pull.follow_s` if left out.
+            cohort_id: As for `pull`.
+
+        Returns:
+            The params.
+
+        Raises:
+            NoOffer: The time is over, or the request or its rank ended (`reason`).
+            EngineClosed: The engine is closed or draining.
+            LocalProtocolError: The ticket or the request is followed already.
+            PlanRefused: The ranks are no whole group, or one of them is this very rank.
+            RemoteProtocolError: `follow` is malformed.
+        """
+        caller = Caller()
+        return await caller.offer(self._driver, self._begin_follow(caller, request_id, follow, wait_s, cohort_id))
+
+    def _begin_follow(
+        self,
+        waiter: Waiter[Any],
+        request_id: str,
+        follow: FollowParams | Mapping[str, Any],
+        wait_s: float | None,
+        cohort_id: str,
+    ) -> Following:
+        """Begin to follow; the waiter is told of the end, and of an offer that comes later."""
+        self._home.here(self.follow)
+        wait = self.config.pull.follow_s if wait_s is None else seconds("wait_s", wait_s)
+        request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
+        self._driver.soon()
+        following = self._driver.core.follow(request_id, decode_follow(follow), cohort_id, wait, self._clock.now())
+        following.waiter = waiter
+        return following
+
+    def _offer_of(self, following: Following) -> dict[str, Any]:
+        return offer_of(following)
 
     def announce(
         self,
@@ -621,7 +702,7 @@ class Engine:
     def cancel(
         self, request_id: str, params: KVTransferParams | Mapping[str, Any] | None = None, *, cohort_id: str = ""
     ) -> bool:
-        """Give up a request that is announced, pulled or waiting for a retry; with `params` also any other request.
+        """Give up a request that is followed, announced, pulled or waiting for a retry; with `params` any other too.
 
         The reader is discharged on the prefill side, whatever `is_last` was. Between two attempts of the caller's own
         (`is_last=False`) the params are needed; without them the lease runs out instead.

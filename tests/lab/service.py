@@ -1329,9 +1329,11 @@ class Service(Stage):
             if not writing and (lost or len(rank.free) > len(set(rank.free))) and rank.role == "decode":
                 world.violate(f"{rank.name} has lost blocks: {sorted(lost)} (free are {sorted(rank.free)})")
                 return
-            if core.prefill.num_parked or (self.script.is_long and core.decode.peers.by_place and not stuck):
+            if core.prefill.parking.num_parked or (self.script.is_long and core.decode.peers.by_place and not stuck):
                 peers = [f"{p.name} {p.state.value}" for p in core.decode.peers.by_place.values()]
-                world.violate(f"{rank.name} remembers too long: {core.prefill.num_parked} parked, peers {peers}")
+                world.violate(
+                    f"{rank.name} remembers too long: {core.prefill.parking.num_parked} parked, peers {peers}"
+                )
                 return
             for peer in core.decode.peers.by_place.values():
                 if not stuck and (peer.line.in_flight or peer.line.posters):
