@@ -28,7 +28,7 @@ from asynckv.core.wire import Follow, Offered, Unfollow, encode_offer
 class Offers:
     def __init__(self, parking: Parking, outbox: Outbox, max_ended: int) -> None:
         self.lent: dict[str, tuple[Lease, Raw]] = {}
-        self._tickets: dict[Key, str] = {}  # of the same requests
+        self.tickets: dict[Key, str] = {}  # of the same requests
         self._ended: OrderedDict[str, Reason] = OrderedDict()
         self._parking, self._outbox, self._max_ended = parking, outbox, max_ended
 
@@ -40,7 +40,7 @@ class Offers:
             self._outbox.counters["tickets.taken"] += 1
             return
         self.lent[ticket] = lease, encode_offer(params)
-        self._tickets[lease.lent.key] = ticket
+        self.tickets[lease.lent.key] = ticket
         for parked in self._parking.take(ticket)[:AT_ONCE]:  # the others repeat themselves
             self._answer(parked)
 
@@ -52,9 +52,9 @@ class Offers:
                 self._answer(parked)
 
     def lease_ended(self, key: Key, reason: Reason) -> None:
-        if (ticket := self._tickets.pop(key, None)) is not None:
-            del self.lent[ticket]
-            remember(self._ended, ticket, reason, self._max_ended)
+        ticket = self.tickets.pop(key)
+        del self.lent[ticket]
+        remember(self._ended, ticket, reason, self._max_ended)
 
     # -- messages ----------------------------------------------------------------------------------
 

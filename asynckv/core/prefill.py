@@ -412,7 +412,8 @@ class PrefillSide:
             self._ledger.drop(key.token)
             cohorts = tuple(lease.cohorts)[:MAX_NAMED]
             self._ended[key] = Ended(_ENDED_AS[lease.state], lease.lent.readers, cohorts)
-            self.offers.lease_ended(key, _ENDED_AS[lease.state])
+            if key in self.offers.tickets:
+                self.offers.lease_ended(key, _ENDED_AS[lease.state])
             if len(self._ended) > self.max_ended:
                 self._ended.popitem(last=False)
             if cohorts:

@@ -171,7 +171,6 @@ class FollowParams(Struct, frozen=True, kw_only=True, gc=False):
         return f"FollowParams(engine_id={self.engine_id!r}, endpoints={self.endpoints!r})"
 
 
-Group = TypeVar("Group", KVTransferParams, FollowParams)
 _described = tuple(map(msgspec.msgpack.Decoder, (KVTransferParams, FollowParams)))
 """Decoders that are made on import, because two threads that first decode one `Struct` at once end the process with
 SIGSEGV (msgspec 0.22.0)."""
@@ -322,15 +321,20 @@ def decode_params(value: object) -> KVTransferParams:
         raise RemoteProtocolError(f"params are malformed: {of_vllm(value) or exc}") from exc
     except (TypeError, OverflowError, RecursionError) as exc:
         raise RemoteProtocolError(f"params are malformed: a value cannot be sent: {exc}") from exc
-    return _divided(params)
+    if params.num_token_shards and params.tp_size % params.num_token_shards:
+        raise _undivided(params)
+    return params
 
 
 def decode_follow(value: object) -> FollowParams:
     """Validate what a router gave a decode engine to follow, or raise `RemoteProtocolError`."""
     try:
-        return _divided(sendable(value, FollowParams))
+        follow = sendable(value, FollowParams)
     except msgspec.ValidationError as exc:
         raise RemoteProtocolError(f"params to follow are malformed: {exc}") from exc
+    if follow.num_token_shards and follow.tp_size % follow.num_token_shards:
+        raise _undivided(follow)
+    return follow
 
 
 def check_ticket(ticket: object) -> str:
@@ -340,12 +344,10 @@ def check_ticket(ticket: object) -> str:
     raise LocalProtocolError("a ticket has another form than 32 lowercase hex digits")
 
 
-def _divided(params: Group) -> Group:
-    if params.num_token_shards and params.tp_size % params.num_token_shards:
-        raise RemoteProtocolError(
-            f"params are malformed: num_token_shards {params.num_token_shards} does not divide tp_size {params.tp_size}"
-        )
-    return params
+def _undivided(params: KVTransferParams | FollowParams) -> RemoteProtocolError:
+    return RemoteProtocolError(
+        f"params are malformed: num_token_shards {params.num_token_shards} does not divide tp_size {params.tp_size}"
+    )
 
 
 OF_NIXL_CONNECTOR = ("remote_engine_id", "remote_host", "remote_port", "remote_block_ids", "remote_request_id")
