@@ -90,7 +90,7 @@ class Caller:
 
 
 def offer_of(following: Following) -> dict[str, Any]:
-    """Return the params that a following was offered, or raise why it ended without: an offer after that is released."""
+    """Return the params that a following was offered, or raise why it ended without. A later offer is released."""
     if following.reason is None:
         plain: dict[str, Any] = msgspec.to_builtins(following.params)
         return plain
