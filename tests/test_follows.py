@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv import LeaseConfig, LocalProtocolError, NoOffer, PlanRefused, PrefillRanks
+from asynckv import LeaseConfig, LocalProtocolError, NoOffer, Overloaded, PlanRefused, PrefillRanks, PullConfig
 from asynckv.core.following import Following, FollowState
 from asynckv.core.lease import LeaseState
 from asynckv.core.types import FollowParams, KVTransferParams, Reason
@@ -272,6 +272,33 @@ def test_only_one_rank_is_asked_and_it_is_one_that_is_read() -> None:
         world.follow(rank, "d", prefill, TICKET)
     world.run()
     assert [rank.core.prefill.parking.num_parked for rank in prefill] == [1, 1]
+
+
+@pytest.mark.parametrize("how", ["announced", "pulled", "released"])
+def test_params_that_another_rank_was_offered_end_the_following(how: str) -> None:
+    world, prefill, decode, following = followed()
+    params = params_of(world, prefill)
+    lease = world.lend(prefill, params, ticket=TICKET)
+    world.letters.clear()  # the offer is lost
+    if how == "announced":
+        world.announce(decode, "d", params, 60)
+    elif how == "pulled":
+        world.pull(decode, "d", [1], params)
+    else:
+        world.discharge(decode, "d", params)
+    assert (following.state, following.params) == (FollowState.OFFERED, params)
+    world.run()
+    assert lease.state is (LeaseState.LENT if how == "announced" else LeaseState.RELEASED)
+    assert decode.follows_ended == [following]
+    world.check()
+
+
+def test_a_rank_follows_a_bounded_number_of_requests() -> None:
+    world, prefill, decode = opened(pull=PullConfig(max_queued=2))
+    for number in range(2):
+        world.follow(decode, f"d{number}", [prefill], f"{number:032x}")
+    with pytest.raises(Overloaded, match="2 requests are followed already"):
+        world.follow(decode, "d", [prefill], TICKET)
 
 
 def test_a_ticket_or_a_request_is_followed_once() -> None:

@@ -32,13 +32,14 @@ class FollowState(enum.StrEnum):
 class FollowEvent(enum.StrEnum):
     READY = "ready"  # its rank can be asked
     OFFER = "offer"
+    KNOWN = "known"  # another rank was offered its params
     END = "end"
 
 
 S, E = FollowState, FollowEvent
 ON_EVENT: Mapping[FollowState, Mapping[FollowEvent, FollowState]] = {
-    S.MEETING: {E.READY: S.FOLLOWING, E.END: S.ENDED},
-    S.FOLLOWING: {E.READY: S.FOLLOWING, E.OFFER: S.OFFERED, E.END: S.ENDED},
+    S.MEETING: {E.READY: S.FOLLOWING, E.KNOWN: S.OFFERED, E.END: S.ENDED},
+    S.FOLLOWING: {E.READY: S.FOLLOWING, E.OFFER: S.OFFERED, E.KNOWN: S.OFFERED, E.END: S.ENDED},
     S.OFFERED: {},
     S.ENDED: {E.OFFER: S.LATE},
     S.LATE: {},

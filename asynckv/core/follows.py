@@ -17,7 +17,7 @@ from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.source import MAX_CLAIM_PAUSE_S
 from asynckv.core.timers import Timers
-from asynckv.core.types import Address, PullId, Reason, RequestId
+from asynckv.core.types import Address, KVTransferParams, PullId, Reason, RequestId
 from asynckv.core.wire import OFFERS, Follow, Offered, Unfollow, decode_offer
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
 
@@ -81,6 +81,14 @@ class Follows:
             remember(self._left, following.target.ticket, following, MAX_LEFT)
             if tells:
                 self._outbox.send(*following.rank.place, Unfollow(following.target.ticket, next(self._nonces)))
+        self._over(following, now)
+
+    def known(self, following: Following, params: KVTransferParams, now: float) -> None:
+        """End a following with params that another rank was offered."""
+        following.receive(E.KNOWN)
+        following.params = params
+        if following.nonces:
+            self._outbox.send(*following.rank.place, Unfollow(following.target.ticket, next(self._nonces)))
         self._over(following, now)
 
     def offered(self, offered: Offered, address: Address, sender: str, now: float) -> Following | None:

@@ -121,6 +121,8 @@ class RankCore:
     def follow(self, request_id: str, target: FollowParams, cohort_id: str, wait_s: float, now: float) -> Following:
         """Ask a prefill rank for the params of the request that brings a ticket, for `wait_s` at most."""
         self.prefill.check_open()
+        if len(self.decode.follows.by_id) >= self.config.pull.max_queued:
+            raise self._overloaded(request_id, "requests are followed")
         route = self.decode.routes.answered_for(request_id, target)
         self._check_other(request_id, target.engine_id, route)
         following = Following(
@@ -134,6 +136,11 @@ class RankCore:
         )
         self.decode.follow(following, now)
         return following
+
+    def _need_not_follow(self, request_id: str, params: KVTransferParams, now: float) -> None:
+        """End a following whose request has its params, because another rank heard of them first."""
+        if (following := self.decode.follows.by_request.get(RequestId(request_id))) is not None:
+            self.decode.follows.known(following, params, now)
 
     def _release_late(self, following: Following, now: float) -> None:
         assert following.params is not None
@@ -156,6 +163,7 @@ class RankCore:
     def announce(self, request_id: str, params: KVTransferParams, cohort_id: str, wait_s: float, now: float) -> Pull:
         """Start a pull without blocks. Handshake, claim and renewals begin now, and last for `wait_s` at most."""
         self._check_not_between(request_id)
+        self._need_not_follow(request_id, params, now)
         pull = self.decode.by_request.get(RequestId(request_id))
         if pull is not None and pull.lists is None:
             self._check_announced(pull, PullRequest(request_id, (), params, cohort_id))
@@ -222,6 +230,8 @@ class RankCore:
         """
         if self.decode.between:
             self._check_not_between(wanted.request_id)
+        if self.decode.follows.by_id:
+            self._need_not_follow(wanted.request_id, wanted.params, now)
         request = Request(wanted, retries, self.config.pull.retry_s, now + timeout_s, now)
         self._attempt(request, now)
         return request
@@ -246,14 +256,7 @@ class RankCore:
         most = self.config.pull.max_queued
         may_be_full = is_first and len(self.decode.started) >= most
         if may_be_full and self.decode.num_waiting >= most and not lists.is_empty:
-            self.outbox.counters["pulls.overloaded"] += 1
-            raise Overloaded(
-                f"request {request_id[:200]!r} is not taken: {most} pulls wait already; ask again later, "
-                f"elsewhere, or raise max_queued",
-                request_id=request_id,
-                reason=Reason.QUEUE_FULL,
-                is_retryable=True,
-            )
+            raise self._overloaded(request_id, "pulls wait")
         if pull is not None and pull.lists is None:
             self._check_announced(pull, wanted)
             pull.wanted(wanted.is_last, wanted.priority, request.retryable)
@@ -279,6 +282,17 @@ class RankCore:
                 else:
                     self.timers.wake(pull, now)
             raise
+
+    def _overloaded(self, request_id: str, what: str) -> Overloaded:
+        self.outbox.counters["pulls.overloaded"] += 1
+        most = self.config.pull.max_queued
+        return Overloaded(
+            f"request {request_id[:200]!r} is not taken: {most} {what} already; ask again later, elsewhere, or raise "
+            f"max_queued",
+            request_id=request_id,
+            reason=Reason.QUEUE_FULL,
+            is_retryable=True,
+        )
 
     def _go_on(self, request: Request, now: float) -> None:
         """Begin the next attempt at a request, wait on for it, or tell the ranks and the caller that none follows."""
@@ -373,6 +387,7 @@ class RankCore:
 
         No rank is met and nothing new begins, so this is allowed while the engine drains.
         """
+        self._need_not_follow(request_id, params, now)
         request = PullRequest(request_id, (), params, cohort_id)
         pull = self.decode.by_request.get(RequestId(request_id))
         if pull is None:
@@ -443,9 +458,9 @@ class RankCore:
 
     @property
     def is_idle(self) -> bool:
+        """True if no block and no promise is left to wait for. A request that is only followed holds nothing."""
         decode = self.decode
-        is_waiting = decode.pulls or decode.between or decode.follows.by_id
-        return not (is_waiting or self.prefill.leases or self.ledger.occupants)
+        return not (decode.pulls or decode.between or self.prefill.leases or self.ledger.occupants)
 
     @property
     def is_bound(self) -> bool:
