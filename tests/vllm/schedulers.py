@@ -224,11 +224,16 @@ class Side:
         self.scheduler.finish_requests(request_id, status)
 
     def step(
-        self, loaded: Collection[str] = (), failed: Collection[str] = (), sent: Collection[str] = (), token: int = 7
+        self,
+        loaded: Collection[str] = (),
+        failed: Collection[str] = (),
+        sent: Collection[str] = (),
+        token: int = 7,
+        reports: Any = None,
     ) -> Told:
         """One step: what the workers report comes with its output. Failed loads are loads, too."""
         out = self.scheduler.schedule()
-        return self.finish(out, loaded, failed, sent, token)
+        return self.finish(out, loaded, failed, sent, token, reports)
 
     def finish(
         self,
@@ -237,6 +242,7 @@ class Side:
         failed: Collection[str] = (),
         sent: Collection[str] = (),
         token: int = 7,
+        reports: Any = None,
     ) -> Told:
         ids = list(out.num_scheduled_tokens)
         sampled = []
@@ -249,11 +255,12 @@ class Side:
         output = ModelRunnerOutput(
             req_ids=ids, req_id_to_index={each: i for i, each in enumerate(ids)}, sampled_token_ids=sampled
         )
-        if loaded or failed or sent:
+        if loaded or failed or sent or reports:
             output.kv_connector_output = KVConnectorOutput(
                 finished_sending=set(sent) or None,
                 finished_recving={*loaded, *failed} or None,
                 failed_recving=set(failed),
+                kv_connector_worker_meta=reports,
             )
         for each in (self.scheduler.update_from_output(out, output) or {}).values():
             for one in each.outputs:
