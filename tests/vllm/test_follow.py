@@ -92,7 +92,7 @@ def test_a_decode_engine_that_is_asked_says_that_it_can_follow(reads: bool) -> N
     pair, prompt = Pair(), prompt_of(50)
     params = {"do_remote_prefill": True, "asynckv": pair.lent(prompt)} if reads else {"do_remote_prefill": False}
     pair.decode.add("a", prompt, {**params, "asynckv_ask": True})
-    pair.decode.add("b", prompt_of(50), dict(params) if reads else None)
+    pair.decode.add("b", prompt_of(50), None)
     told = [pair.decode.step(), pair.decode.step(loaded=["a"] if reads else []), pair.decode.step()]
     assert [each.params for each in told if each.params] == [{"a": {"asynckv_follows": True}}]
     assert is_clean(pair.decode)

@@ -294,7 +294,8 @@ class SchedulerHalf:
             return 0, False
         # If the load that it waited for has failed, or no KV was offered, it fails as a load too, so that vLLM's policy
         # applies.
-        may_pull = True if fetch.errors else self.pulls.may_pull(name)
+        follows = fetch.state is State.FOLLOWING  # asked first, because up to 1,000 requests may
+        may_pull = None if follows else True if fetch.errors else self.pulls.may_pull(name)
         if may_pull is None and not (fetch.params is None and 0 < num_cached >= queued.end - self._block):
             return None, False
         if self._following.pop(name, None) is not None:
