@@ -25,13 +25,16 @@ from asynckv.embed import EngineDesk as EngineDesk
 from asynckv.embed import EngineThread as EngineThread
 from asynckv.embed import Failed as Failed
 from asynckv.embed import Finished as Finished
+from asynckv.embed import Follow as Follow
 from asynckv.embed import Lend as Lend
+from asynckv.embed import Offer as Offer
 from asynckv.embed import Order as Order
 from asynckv.embed import PrefillLedger as PrefillLedger
 from asynckv.embed import Pull as Pull
 from asynckv.embed import Reclaim as Reclaim
 from asynckv.embed import Refused as Refused
 from asynckv.embed import Withdraw as Withdraw
+from asynckv.embed import WithdrawTicket as WithdrawTicket
 from asynckv.engine import Engine as Engine
 from asynckv.engine import LentRequest as LentRequest
 from asynckv.errors import AsyncKVError as AsyncKVError

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from asynckv.account.inspect import HeldBlocks
@@ -26,15 +27,18 @@ from asynckv.embed.orders import (
     CountPrompts,
     Failed,
     Finished,
+    Follow,
     Lend,
     Load,
     Lookup,
+    Offer,
     Order,
     Pull,
     Reclaim,
     Refused,
     Store,
     Withdraw,
+    WithdrawTicket,
 )
 from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, EngineClosed, LocalProtocolError, PullCancelled, PullError
@@ -42,8 +46,9 @@ from asynckv.results import LeaseEnd
 from asynckv.tiers import Offload
 
 SLICE_S = 0.001  # of CPU: another thread that holds the GIL must not end the slice
-AWAITED: Mapping[type, str] = {Pull: "finished_recving", Load: "loaded", Store: "stored"}
-"""List of `Finished` that reports success, for each order that holds blocks until it ends or longer."""
+Flown = Follow | Pull | Load | Store
+AWAITED: Mapping[type, str] = {Follow: "offered", Pull: "finished_recving", Load: "loaded", Store: "stored"}
+"""List of `Finished` that reports success, for each order that takes time: until it ends, or its blocks return."""
 
 ENDING = (*AWAITED, Lend, Lookup)  # orders that are always reported
 FINISH_S = 0.25
@@ -79,7 +84,7 @@ class EngineDesk:
         self._handed: deque[Order | Recall] = deque()
         self._due: asyncio.Handle | None = None  # the next slice, if one was asked for
         self._flights: dict[tuple[type, str], list[_Flight]] = {}
-        """Pulls, loads and stores that have not ended, or still hold blocks."""
+        """Follows, pulls, loads and stores that have not ended, or still hold blocks."""
         self._lent: dict[str, LentRequest] = {}
         """Lent requests by id, each of one request only, because `finished_sending` reports an id."""
         self._news: deque[tuple[str, Any, float]] = deque()  # each with the time since which it waits
@@ -181,7 +186,8 @@ class EngineDesk:
             order = flight.order
             if not flight.is_held:
                 self._tell(_of(order, "failed"), Failed(order.request_id, _held(order, flight.bug or cause)))
-            self._tell(_of(order, "retired"), order.request_id)
+            if not isinstance(order, Follow):
+                self._tell(_of(order, "retired"), order.request_id)
         lent, self._lent = self._lent, {}
         for request_id in lent:
             self._tell("finished_sending", LeaseEnd(request_id, "closed", {}, ("*",), 0.0))
@@ -218,6 +224,9 @@ class EngineDesk:
         match order:
             case Announce():
                 engine.announce(**given)
+            case Follow():
+                offer_of = engine._offer_of
+                self._begin(order, engine._begin_follow, lambda x: Offer(order.request_id, offer_of(x)), given)
             case Pull():
                 self._begin(order, engine._begin_pull, engine._result_of, given)
             case Load():
@@ -245,14 +254,16 @@ class EngineDesk:
                 lent._when_released(self._sent)
             case Withdraw():
                 engine.withdraw(**given)
+            case WithdrawTicket():
+                engine.withdraw_ticket(**given)
             case Reclaim():
                 engine.reclaim(**given)
             case CountPrompts(counted):
                 engine._recorder.prompts_counted(counted)
             case _:
                 raise LocalProtocolError(
-                    f"{shown(order)} is not an order; give Announce, Pull, Cancel, Lend, Withdraw, Reclaim, "
-                    f"Lookup, Store or Load"
+                    f"{shown(order)} is not an order; give Follow, Announce, Pull, Cancel, Lend, Withdraw, "
+                    f"WithdrawTicket, Reclaim, Lookup, Store or Load"
                 )
 
     def _offload(self) -> Offload:
@@ -265,17 +276,13 @@ class EngineDesk:
             order.done.set_result(None)
         elif isinstance(order, Recall):
             order.done.set_exception(error)  # its caller raises it
-        elif isinstance(order, Pull | Load | Store):
+        elif isinstance(order, Flown):
             self._tell(_of(order, "failed"), Failed(order.request_id, error))
         else:
             self._tell("refused", Refused(order, error))
 
     def _begin(
-        self,
-        order: Pull | Load | Store,
-        begin: Callable[..., object],
-        result_of: Callable[[Any], object],
-        given: Mapping[str, Any],
+        self, order: Flown, begin: Callable[..., object], result_of: Callable[[Any], object], given: Mapping[str, Any]
     ) -> None:
         flight = _Flight(self, order, result_of)
         self._flights.setdefault(flight.key, []).append(flight)
@@ -299,9 +306,9 @@ class EngineDesk:
 
 
 class _Flight:
-    """A pull, load or store in flight. It is told its end, and then what becomes of blocks that are held."""
+    """A follow, pull, load or store in flight. It is told its end, and then what becomes of blocks that are held."""
 
-    def __init__(self, desk: EngineDesk, order: Pull | Load | Store, result_of: Callable[[Any], object]) -> None:
+    def __init__(self, desk: EngineDesk, order: Flown, result_of: Callable[[Any], object]) -> None:
         self._desk, self.order, self._result_of = desk, order, result_of
         self.key = type(order), order.request_id if isinstance(order.request_id, str) else str(id(self))
         self.is_held = False  # True once it was reported in `failed`, and still holds blocks
@@ -333,15 +340,17 @@ class _Flight:
             self.is_held = isinstance(exc, PullError) and bool(exc.held)
         except Exception as exc:
             self.bug = exc
-            if not job.is_free:
+            if not isinstance(order, Follow) and not job.is_free:
                 return  # it is told once it is known what becomes of the blocks
             kind, report = _of(order, "failed"), Failed(order.request_id, exc)
         if not self.is_held:
             self.leave()
         desk._tell(kind, report)
 
-    def returned(self, _: object, is_retired: bool) -> None:
+    def returned(self, job: Any, is_retired: bool) -> None:
         desk, order = self._desk, self.order
+        if isinstance(order, Follow):
+            desk._tell("offered", Offer(order.request_id, to_builtins(job.params), is_late=True))
         if not self.leave():
             return  # it held no blocks
         if self.bug is not None:
@@ -354,16 +363,18 @@ class _Flight:
             desk._tell(_of(order, "returned"), order.request_id)
 
 
-def _of(order: Pull | Load | Store, what: str) -> str:
-    """Return the name of the list for such an order, because pulls have other lists than loads and stores."""
+def _of(order: Flown, what: str) -> str:
+    """Return the name of the list for such an order, because each kind has its own."""
+    if isinstance(order, Follow):
+        return "not_offered"
     return what if isinstance(order, Pull) else f"offload_{what}"
 
 
-def _held(order: Pull | Load | Store, cause: BaseException) -> PullCancelled:
-    """Return the error of an order with blocks that may still be in use."""
+def _held(order: Flown, cause: BaseException) -> PullCancelled:
+    """Return the error of an order that told no end, with its blocks, which may still be in use."""
     held: dict[int, tuple[int, ...]] = {}
     with suppress(TypeError, ValueError):  # nothing was ever pulled into malformed groups
-        held = {i: tuple(b for b in ids if b is not None) for i, (_, ids) in enumerate(order.groups)}
+        held = {i: tuple(b for b in ids if b is not None) for i, (_, ids) in enumerate(getattr(order, "groups", ()))}
     error = PullCancelled(
         f"request {order.request_id!r}: its end is not known ({cause!r})",
         request_id=order.request_id,

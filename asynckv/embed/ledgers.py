@@ -17,22 +17,29 @@ from __future__ import annotations
 
 import enum
 import itertools
+from collections import ChainMap
 from collections.abc import Collection, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from asynckv.arguments import MAX_NAME, integer, shown, text, texts
 from asynckv.core.limits import remember
-from asynckv.core.types import MAX_ID, Endpoint, Key, KVTransferParams, decode_params
-from asynckv.embed.orders import Announce, Cancel, Failed, Finished, Lend, Order, Pull, Withdraw
+from asynckv.core.types import MAX_ID, Key, KVTransferParams, check_ticket, decode_follow, decode_params
+from asynckv.embed.orders import Announce, Cancel, Failed, Finished, Follow, Lend, Order, Pull, Withdraw, WithdrawTicket
 from asynckv.errors import LocalProtocolError, PeerLost
 from asynckv.geometry.bounds import MAX_RANKS
 from asynckv.results import LeaseEnd, PullResult
 from asynckv.scheduler import PrefillRanks, trace_of
 
-MAX_SPENT = 4096  # number of used params that are remembered
+if TYPE_CHECKING:
+    from asynckv.core.types import Endpoint, FollowParams
+    from asynckv.embed.orders import Offer
+
+MAX_SPENT = 4096  # number of used params that are remembered, and of names that followed a ticket
+MAX_TICKETS = 16_384  # number of tickets that a prefill ledger remembers
 MAX_KEPT = 1024  # number of orders that wait for a rank; the leases of older ones end by themselves
 Groups = Sequence[tuple[int, Sequence[int | None]]]
 
@@ -97,18 +104,25 @@ class _Ledger:
 class State(enum.Enum):
     """States of a request in the decode engine."""
 
+    FOLLOWING = "following"  # it has no params yet: the ranks wait until the request of its ticket is offered
     QUEUED = "queued"  # announced: the ranks connect to its prefill ranks and renew its claim
-    WAITING = "waiting"  # queued behind a request with the same params, which is pulled for both
+    WAITING = "waiting"  # queued behind a request with the same params or ticket, which is pulled for both
     PULLING = "pulling"  # its blocks are being filled
     RECEIVED = "received"  # its blocks are filled on every rank, but the scheduler was not told yet
     ENDING = "ending"  # it was cancelled or has failed on a rank, but another rank has not reported the end of its pull
     HELD = "held"  # its pull has ended on every rank, but on some rank its blocks may still be written
+    REFUSED = "refused"  # it is not offered, and the scheduler has not cancelled it
+    SPARED = "spared"  # it needs no lent KV, but follows on, to release what it is offered
     OVER = "over"
 
 
 class Event(enum.Enum):
     """Events of a request in the decode engine."""
 
+    OFFER = "offer"
+    SHARE = "share"  # it is offered what another request reads, or has read
+    REFUSE = "refuse"  # it is not offered
+    SPARE = "spare"
     PULL = "pull"
     CANCEL = "cancel"
     FAIL = "fail"  # its pull has failed on one rank, or the rank has died
@@ -118,12 +132,21 @@ class Event(enum.Enum):
 
 
 ON_EVENT: Mapping[State, Mapping[Event, State]] = {
+    State.FOLLOWING: {
+        Event.OFFER: State.QUEUED,
+        Event.SHARE: State.WAITING,
+        Event.REFUSE: State.REFUSED,
+        Event.SPARE: State.SPARED,
+        Event.CANCEL: State.OVER,
+    },
     State.QUEUED: {Event.PULL: State.PULLING, Event.CANCEL: State.OVER},
-    State.WAITING: {Event.CANCEL: State.OVER},
+    State.WAITING: {Event.REFUSE: State.REFUSED, Event.CANCEL: State.OVER},
     State.PULLING: {Event.COMPLETE: State.RECEIVED, Event.FAIL: State.ENDING, Event.CANCEL: State.ENDING},
     State.RECEIVED: {Event.TELL: State.OVER, Event.FAIL: State.ENDING, Event.CANCEL: State.OVER},
     State.ENDING: {Event.FAIL: State.ENDING, Event.CANCEL: State.ENDING, Event.COMPLETE: State.HELD},
     State.HELD: {Event.RETURN: State.OVER},
+    State.REFUSED: {Event.CANCEL: State.OVER},
+    State.SPARED: {Event.OFFER: State.OVER, Event.REFUSE: State.OVER},
     State.OVER: {},
 }
 """Events that each state takes, and the next state. Any other event raises before anything has changed."""
@@ -131,18 +154,20 @@ ON_EVENT: Mapping[State, Mapping[Event, State]] = {
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A request of the decode engine that came with params.
+    """A request of the decode engine that came with params, or with a ticket to follow.
 
     Attributes:
         request_id: The scheduler's id.
         name: The id on the wire, which differs while an earlier request of this id holds blocks.
-        params: The params, checked.
-        plain: The params as they travel.
+        params: The params, checked; None until they are offered.
+        plain: The params as they travel, or until they are offered what it follows.
+        follow: What it follows; None if it came with params.
+        trace: `traceparent` and `tracestate`, in place of those in its params; empty if none.
         state: State of the request.
         groups: The blocks that its pull fills, as they were given to `pull`.
         results: Results of the pull, by rank.
         errors: Errors by rank. The first is the cause, because the pull may have been cancelled on the ranks after it.
-            For a request that is `WAITING`: the errors of the request that it waited for.
+            For a request that is `WAITING` or `REFUSED`: the errors of the request that it waited for.
         is_cancelled: True if the scheduler has cancelled it.
         ranks: Ranks that have not reported the end of the pull; None until `take_orders` has returned its order.
         held: Ranks on which the blocks may still be written.
@@ -153,8 +178,10 @@ class Fetch:
 
     request_id: str
     name: str
-    params: KVTransferParams
-    plain: dict[str, Any]
+    params: KVTransferParams | None
+    plain: dict[str, Any] = field(repr=False)
+    follow: FollowParams | None = None
+    trace: tuple[str, str] = ("", "")
     state: State = State.QUEUED
     groups: Groups = ()
     results: dict[int, PullResult] = field(default_factory=dict)
@@ -165,6 +192,12 @@ class Fetch:
     announcement: int = 0
     is_released: bool = False
     is_retired: bool = False
+
+    @property
+    def _keys(self) -> list[Key | str]:
+        """Its key, once it has params, and its ticket, if it has one."""
+        keys: list[Key | str] = [] if self.params is None else [self.params.key]
+        return keys if self.follow is None else [*keys, self.follow.ticket]
 
     @property
     def num_tokens(self) -> int:
@@ -194,8 +227,8 @@ class Outcome:
 class DecodeLedger(_Ledger):
     """The ledger of a decode engine's scheduler. The engine's ranks are called 0, 1, ... `num_ranks` - 1.
 
-    For each request, call `announce` when it is queued, `pull` when it has blocks, and `cancel`, in any state, when it
-    is not wanted. The ledger makes the orders. If the pull fails on one rank, the ledger cancels it on the others.
+    For each request, call `announce`, or `follow`, when it is queued, `pull` when it has blocks, and `cancel`, in any
+    state, when it is not wanted. The ledger makes the orders. If a pull fails on one rank, it cancels it on the others.
 
     Raises:
         LocalProtocolError: `num_ranks` is out of range.
@@ -205,10 +238,11 @@ class DecodeLedger(_Ledger):
         super().__init__(integer("num_ranks", num_ranks, 1, MAX_RANKS))
         self._fetches: dict[str, Fetch] = {}  # all that are not over, by name
         self._current: dict[str, Fetch] = {}  # those that were not cancelled and have no reported end, by request id
-        self._siblings: dict[
-            Key, list[Fetch]
-        ] = {}  # of each key, the request that is pulled, and those that wait for it
-        self._spent: dict[Key, None] = {}  # keys of params that were read or given up, oldest first
+        self._siblings: dict[Key | str, list[Fetch]] = {}
+        """Of each key, and of each ticket, the request that is pulled or followed, and those that wait for it."""
+        self._spent: dict[Key | str, None] = {}  # keys and tickets that were read or given up, oldest first
+        self._followed: dict[str, Key | None] = {}
+        """Names that have followed a ticket, and which key each took; a rank may still report on any of them."""
         self._outcome = Outcome()
 
     def __len__(self) -> int:
@@ -238,34 +272,47 @@ class DecodeLedger(_Ledger):
             LocalProtocolError: A request of this id is queued or pulled, or the id is empty or too long.
             RemoteProtocolError: The params are malformed.
         """
-        if text("request_id", request_id, MAX_ID, 1) in self._current:
-            raise LocalProtocolError(f"request {request_id[:200]!r} is {self._current[request_id].state.value} already")
+        self._check_new(request_id)
         checked = decode_params(params)
         if checked.key in self._spent:
             return None
-        traceparent, tracestate = trace_of(trace)
-        if traceparent:
-            checked = msgspec.structs.replace(checked, traceparent=traceparent, tracestate=tracestate)
-        fetch = Fetch(request_id, unused(request_id, self._fetches), checked, msgspec.to_builtins(checked))
-        self._fetches[fetch.name] = self._current[request_id] = fetch
-        if checked.key in self._siblings:
-            fetch.state = State.WAITING
-            self._siblings[checked.key].append(fetch)
-        else:
-            self._siblings[checked.key] = [fetch]
-            fetch.announcement = self._order(Announce(fetch.name, fetch.plain))
-        return fetch
+        fetch = Fetch(request_id, unused(request_id, self._fetches), None, {}, None, trace_of(trace))
+        _set_params(fetch, checked)
+        return self._queue(fetch)
+
+    def follow(
+        self, request_id: str, follow: Mapping[str, Any], *, trace: Mapping[str, str] | None = None
+    ) -> Fetch | None:
+        """Queue a request that has a ticket, and no params until it is offered; `may_pull` tells.
+
+        `follow` names the ticket and the prefill engine. All else is as for `announce`: also None, if the ticket's
+        request was read or given up here.
+        """
+        self._check_new(request_id)
+        checked = decode_follow(follow)
+        if checked.ticket in self._spent:
+            return None
+        # A rank may still report on an earlier follow, so this one has a name of its own.
+        name = unused(request_id, ChainMap[str, Any](self._fetches, self._followed))
+        fetch = Fetch(request_id, name, None, msgspec.to_builtins(checked), checked, trace_of(trace), State.FOLLOWING)
+        remember(self._followed, name, None, MAX_SPENT)
+        for first in self._siblings.get(checked.ticket, [])[:1]:
+            if first.params is not None:
+                _set_params(fetch, first.params)
+        return self._queue(fetch)
 
     def may_pull(self, request_id: str) -> bool | None:
         """Return True if a request can be pulled, and False if the caller should `cancel` it and compute its prompt.
 
-        None means ask again later, because a request with the same params is being pulled. Its blocks will serve both
-        through a prefix cache.
+        None means ask again later, because the request is not offered yet, or one with the same params is being pulled,
+        with blocks that will serve both through a prefix cache. If a followed request is not offered, it has `errors`.
         """
         fetch = self._current.get(request_id)
-        if fetch is not None and fetch.state is State.WAITING and fetch.params.key in self._siblings:
+        if fetch is None or fetch.state is State.FOLLOWING:
+            return None if fetch else False
+        if fetch.state is State.WAITING and fetch._keys[0] in self._siblings:
             return None
-        return fetch is not None and fetch.state is State.QUEUED
+        return fetch.state is State.QUEUED
 
     def pull(
         self,
@@ -316,12 +363,27 @@ class DecodeLedger(_Ledger):
         if before is State.RECEIVED:
             self._outcome.received.remove(fetch)
             self._outcome.free.append(fetch)
-        if before is State.QUEUED:
+        if before in (State.FOLLOWING, State.QUEUED):
             self._orders.pop(fetch.announcement, None)
-            self._order(Cancel(fetch.name, fetch.plain))
+            self._order(Cancel(fetch.name, None if fetch.params is None else fetch.plain))
         elif before is State.PULLING:
             # If no rank lives, none takes the pull and releases the request, so that the next one needs its params.
             self._order(Cancel(fetch.name, fetch.plain if fetch.ranks is None and not self._living else None))
+
+    def release(self, request_id: str) -> None:
+        """Need no lent KV for a request, because its prompt is cached: release it now, or as soon as it is offered."""
+        fetch = self._current.get(request_id)
+        if fetch is None or fetch.state is not State.FOLLOWING:
+            self.cancel(request_id)
+            return
+        self._move(fetch, Event.SPARE)
+        del self._current[request_id]
+
+    def refuse(self, request_id: str, error: Exception) -> None:
+        """Follow a request no more, because the scheduler's own time is over. One that was offered is left alone."""
+        fetch = self._current.get(request_id)
+        if fetch is not None and fetch.params is None and fetch.state is not State.REFUSED:
+            self._refuse(fetch, 0, error)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -349,6 +411,10 @@ class DecodeLedger(_Ledger):
             LocalProtocolError: It is no report. A rank without one may have died: `rank_died`.
         """
         self._check_report(rank, finished)
+        for failed in finished.not_offered:
+            self.not_offered(rank, failed)
+        for offer in finished.offered:
+            self.offered(rank, offer)
         for result in finished.finished_recving:
             if (fetch := self._ended(rank, result.request_id)) is not None:
                 fetch.results[rank] = result
@@ -368,6 +434,30 @@ class DecodeLedger(_Ledger):
             if (fetch := self._fetches.get(name)) is not None and not fetch.is_retired:
                 fetch.is_retired = True
                 self._outcome.retired.append(fetch)
+
+    def offered(self, rank: int, offer: Offer) -> None:
+        """Record that a rank was offered a request; `update` does. The first report of any rank decides for all.
+
+        Offers of other params, and those that nothing needs any more, are released on every rank, once per key.
+        """
+        self._check(rank)
+        params, name = decode_params(offer.params), offer.request_id
+        key, fetch = params.key, self._fetches.get(name)
+        if fetch is not None and fetch.state is State.FOLLOWING and not offer.is_late:
+            self._take_offer(fetch, params)
+        elif self._followed.get(name) != key and key not in self._spent and key not in self._siblings:
+            remember(self._spent, key, None, MAX_SPENT)
+            # Under a name of its own, because a cancellation of `name` would end what the request does now.
+            self._order(Cancel(unused(f"{name}~offered", self._fetches), offer.params))
+        if fetch is not None and fetch.state is State.SPARED:
+            self._orders.pop(fetch.announcement, None)
+            self._move(fetch, Event.OFFER)
+
+    def not_offered(self, rank: int, failed: Failed) -> None:
+        """Record that a rank follows a request no more; `update` does. The first report of any rank decides for all."""
+        fetch = self._fetches.get(failed.request_id)
+        if fetch is not None and fetch.state in (State.FOLLOWING, State.SPARED):
+            self._refuse(fetch, self._check(rank), failed.error)
 
     def ended(self, request_id: str, error: Exception | None = None) -> None:
         """Record that a pull ended on all ranks, which hold no blocks. For workers that agree among themselves, as in
@@ -397,11 +487,15 @@ class DecodeLedger(_Ledger):
                 self._conclude(fetch)
 
     def rank_joined(self, rank: int) -> None:
-        """Add a new rank in place of one that died, and announce the queued requests to it."""
+        """Add a new rank in place of one that died, and announce the queued requests to it, or let it follow them.
+
+        The other ranks get these orders too, and refuse to follow a second time.
+        """
         self._missing.remove(self._joining(rank))
         for fetch in self._fetches.values():
-            if fetch.state is State.QUEUED and fetch.announcement not in self._orders:
-                fetch.announcement = self._order(Announce(fetch.name, fetch.plain))
+            is_queued = fetch.state in (State.FOLLOWING, State.SPARED, State.QUEUED)
+            if is_queued and fetch.announcement not in self._orders:
+                self._announce(fetch)
 
     def take_outcome(self) -> Outcome:
         """Return the requests to act on since the last call."""
@@ -413,6 +507,46 @@ class DecodeLedger(_Ledger):
         return outcome
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _check_new(self, request_id: str) -> None:
+        if text("request_id", request_id, MAX_ID, 1) in self._current:
+            raise LocalProtocolError(f"request {request_id[:200]!r} is {self._current[request_id].state.value} already")
+
+    def _queue(self, fetch: Fetch) -> Fetch:
+        self._fetches[fetch.name] = self._current[fetch.request_id] = fetch
+        siblings = self._siblings.setdefault(fetch._keys[-1], [])
+        siblings.append(fetch)
+        if len(siblings) > 1:
+            fetch.state = State.WAITING
+        else:
+            self._announce(fetch)
+        return fetch
+
+    def _announce(self, fetch: Fetch) -> None:
+        fetch.announcement = self._order((Follow if fetch.params is None else Announce)(fetch.name, fetch.plain))
+
+    def _take_offer(self, fetch: Fetch, params: KVTransferParams) -> None:
+        """Let a request that was followed, and those that wait for it, go on as if they had come with these params."""
+        self._orders.pop(fetch.announcement, None)
+        remember(self._followed, fetch.name, key := params.key, MAX_SPENT)
+        ticket = fetch._keys[-1]
+        siblings = self._siblings.pop(ticket)
+        for each in siblings:
+            _set_params(each, params)
+        if key in self._siblings or key in self._spent:
+            self._move(fetch, Event.SHARE)
+            self._siblings.get(key, []).extend(siblings)
+        else:
+            self._siblings[key] = self._siblings[ticket] = siblings
+            self._move(fetch, Event.OFFER)
+            self._announce(fetch)
+
+    def _refuse(self, fetch: Fetch, rank: int, error: Exception) -> None:
+        """End a follow, also on the ranks that have reported nothing."""
+        fetch.errors[rank] = error
+        self._orders.pop(fetch.announcement, None)
+        self._order(Cancel(fetch.name))
+        self._move(fetch, Event.REFUSE)
 
     def _ended(self, rank: int, name: str) -> Fetch | None:
         """Record that a rank has ended a pull; return None if none was expected from it."""
@@ -455,21 +589,28 @@ class DecodeLedger(_Ledger):
             raise LocalProtocolError(
                 f"request {fetch.request_id[:200]!r} is {before.value}: {event.value} is not possible"
             )
-        fetch.state = after
-        key = fetch.params.key
-        siblings = self._siblings.get(key, [])
-        if after in (State.HELD, State.OVER) and siblings and siblings[0] is fetch:
+        fetch.state, keys = after, fetch._keys
+        siblings = self._siblings.get(keys[0], [])
+        if after in (State.HELD, State.OVER, State.REFUSED, State.SPARED) and siblings and siblings[0] is fetch:
             # Siblings use the blocks that are in place by now, or compute their prompts, or fail too.
-            del self._siblings[key]
-            if fetch.errors and not fetch.is_cancelled:  # a later request may still try these params
-                for other in siblings[1:]:
-                    other.errors.update(fetch.errors)
-            else:
-                remember(self._spent, key, None, MAX_SPENT)
-        elif after is State.OVER and fetch in siblings:
+            for key in keys:
+                self._siblings.pop(key, None)
+                if not fetch.errors or fetch.is_cancelled:  # else a later request may still try these params
+                    remember(self._spent, key, None, MAX_SPENT)
+            for other in siblings[1:] if fetch.errors and not fetch.is_cancelled else ():
+                other.errors.update(fetch.errors)
+                if after is State.REFUSED:
+                    self._move(other, event)
+        elif after in (State.OVER, State.REFUSED) and fetch in siblings:
             siblings.remove(fetch)
         if after is State.OVER:
             del self._fetches[fetch.name]
+
+
+def _set_params(fetch: Fetch, params: KVTransferParams) -> None:
+    if fetch.trace[0]:
+        params = msgspec.structs.replace(params, traceparent=fetch.trace[0], tracestate=fetch.trace[1])
+    fetch.params, fetch.plain = params, msgspec.to_builtins(params)
 
 
 # -- prefill ---------------------------------------------------------------------------------------
@@ -489,17 +630,19 @@ class Loan:
         ends: Ends of the loan, by rank, without ranks that refused to lend or have died.
         ranks: Ranks on which the loan has not ended; None until its order has left.
         is_withdrawn: True if the scheduler has taken it back, or one of its ranks is missing.
+        ticket: Ticket of the decode engines that follow the request; empty if none.
     """
 
     request_id: str
     name: str
-    params: dict[str, Any]
+    params: dict[str, Any] = field(repr=False)
     groups: Groups
     decode_engines: set[str]
     is_written: bool
     ends: dict[int, LeaseEnd] = field(default_factory=dict)
     ranks: set[int] | None = None
     is_withdrawn: bool = False
+    ticket: str = field(default="", repr=False)
 
 
 class PrefillLedger(_Ledger):
@@ -515,6 +658,7 @@ class PrefillLedger(_Ledger):
         self._loans: dict[str, Loan] = {}  # all that are not over, by name
         self._of: dict[str, list[Loan]] = {}  # the same by the scheduler's ids, the newest last
         self._free: list[Loan] = []
+        self._tickets: dict[str, None] = {}  # all that requests have brought, oldest first
 
     def __len__(self) -> int:
         return len(self._loans)
@@ -524,6 +668,21 @@ class PrefillLedger(_Ledger):
         return self._of[request_id][-1] if request_id in self._of else None
 
     # -- what the scheduler decides ----------------------------------------------------------------
+
+    def take_ticket(self, ticket: str) -> bool:
+        """Take a request's ticket; return False if another request has brought it, or if it is malformed.
+
+        Give it to `lend`, or to `withdraw_ticket` if the request ends without a loan.
+        """
+        with suppress(LocalProtocolError):
+            if check_ticket(ticket) not in self._tickets:
+                remember(self._tickets, ticket, None, MAX_TICKETS)
+                return True
+        return False
+
+    def withdraw_ticket(self, ticket: str) -> None:
+        """Declare that no request will be lent for a ticket, so that decode engines that follow it are refused."""
+        self._order(WithdrawTicket(check_ticket(ticket)))
 
     def lend(
         self,
@@ -538,6 +697,7 @@ class PrefillLedger(_Ledger):
         hash_tokens: int = 0,
         trace: Mapping[str, str] | None = None,
         recall: bool = False,
+        ticket: str = "",
     ) -> dict[str, Any]:
         """Lend a request on every rank, and return its params for the decode engine. Its blocks return in `take_free`.
 
@@ -548,6 +708,7 @@ class PrefillLedger(_Ledger):
                 `mark_written` when it is in the blocks.
             decode_engines: Ids of all decode engines that may get the params, if they are known. One of them reads the
                 request. Once all of them have restarted, no engine will read it (`decode_restarted`).
+            ticket: The request's ticket (`take_ticket`): decode engines that follow it are offered the params.
 
         Raises:
             ConfigError: A value is out of range or has the wrong type.
@@ -560,7 +721,7 @@ class PrefillLedger(_Ledger):
         readers = set(texts("decode_engines", decode_engines, MAX_RANKS, MAX_NAME))
         if (loan := self.get(request_id)) is not None and not loan.is_written:
             raise LocalProtocolError(f"request {request_id[:200]!r} waits for its KV already; withdraw it first")
-        name = unused(request_id, self._loans)
+        name, ticket = unused(request_id, self._loans), ticket and check_ticket(ticket)
         params = self.ranks.make_params(
             name,
             groups,
@@ -572,10 +733,10 @@ class PrefillLedger(_Ledger):
             trace=trace,
             recall=recall,
         )
-        loan = self._loans[name] = Loan(request_id, name, params, groups, readers, written)
+        loan = self._loans[name] = Loan(request_id, name, params, groups, readers, written, ticket=ticket)
         self._of.setdefault(request_id, []).append(loan)
         if written:
-            self._order(Lend(params))
+            self._order(Lend(params, ticket=ticket))
         return params
 
     def mark_written(self, request_id: str) -> None:
@@ -593,7 +754,7 @@ class PrefillLedger(_Ledger):
         if loan.is_withdrawn:
             self._never_lent(loan)
         else:
-            self._order(Lend(loan.params))
+            self._order(Lend(loan.params, ticket=loan.ticket))
 
     def withdraw(self, request_id: str) -> None:
         """Take a request back on all ranks: readers are refused from now on. A request that is over is ignored.
@@ -679,6 +840,8 @@ class PrefillLedger(_Ledger):
         if not loan.is_withdrawn:
             loan.is_withdrawn = True
             self._order(Withdraw(loan.params))
+            if loan.ticket:  # a rank that has lent nothing under it knows nothing of the loan's end
+                self._order(WithdrawTicket(loan.ticket))
 
     def _never_lent(self, loan: Loan) -> None:
         """End a loan that no rank lent, because no rank will report its end."""

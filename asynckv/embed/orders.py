@@ -1,9 +1,9 @@
 """Orders from an engine's worker and their results, as plain values that may cross threads and processes.
 
-A step submits a list of orders in one call, and takes all new results as one `Finished`. Every `Pull`, `Load`, `Store`,
-`Lend` and `Lookup` has its end in one list, once, even if the engine is closed meanwhile; failed ones that still hold
-blocks are also in `returned` or `retired` later. Other orders are reported only if they are refused. Results name the
-request's id, so an id belongs to one order of a kind at a time. A second order is reported in `refused`.
+A step submits a list of orders in one call, and takes all new results as one `Finished`. Every `Follow`, `Pull`,
+`Load`, `Store`, `Lend` and `Lookup` has its end in one list, once, even if the engine is closed meanwhile; failed ones
+that still hold blocks are also in `returned` or `retired` later. Other orders are reported only if they are refused.
+Results name the request's id, so an id belongs to one order of a kind at a time. A second is reported in `refused`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,26 @@ from asynckv.offload.found import Found
 from asynckv.results import LeaseEnd, Loaded, PullResult, Stored
 from asynckv.told import PromptsCounted
 
+SECRET = ("params", "follow", "ticket")  # fields of orders that hold a key or a ticket
+
 
 class Order(msgspec.Struct, frozen=True):
     """Base class of all orders: plain data that may be pickled and sent to a worker."""
+
+    def __repr__(self) -> str:
+        """Leave out keys and tickets, because texts such as tracebacks must not reveal them."""
+        shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name not in SECRET)
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class Follow(Order, frozen=True):
+    """Wait until the request of a ticket is lent (`Engine.follow`). Always reported: `Finished.offered`, `not_offered`
+    or `refused`. A late offer follows `not_offered`."""
+
+    request_id: str
+    follow: Mapping[str, Any]
+    wait_s: float | None = None
+    cohort_id: str = ""
 
 
 class Announce(Order, frozen=True):
@@ -53,7 +70,7 @@ class Pull(Order, frozen=True, kw_only=True):
 
 
 class Cancel(Order, frozen=True):
-    """Give up a request that is announced, pulled, stored or loaded (`Engine.cancel`, `Offload.cancel`).
+    """Give up a request that is followed, announced, pulled, stored or loaded (`Engine.cancel`, `Offload.cancel`).
 
     With `params` it also releases a request that this engine does not know. Reported in `Finished.refused` if it was
     refused, and not reported otherwise. The cancelled order is reported in its usual list.
@@ -69,6 +86,7 @@ class Lend(Order, frozen=True):
 
     params: Mapping[str, Any]
     num_readers: int = 1
+    ticket: str = ""
 
 
 class Withdraw(Order, frozen=True):
@@ -78,6 +96,12 @@ class Withdraw(Order, frozen=True):
     """
 
     params: Mapping[str, Any]
+
+
+class WithdrawTicket(Order, frozen=True):
+    """Declare that no request will be lent for a ticket (`Engine.withdraw_ticket`). Reported as `Withdraw` is."""
+
+    ticket: str
 
 
 class Reclaim(Order, frozen=True):
@@ -127,13 +151,13 @@ class Load(Order, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A failed pull, load or store.
+    """A failed follow, pull, load or store.
 
     Attributes:
         request_id: The request's id, as in its order.
-        error: Exception that `Engine.pull`, `Offload.load` or `Offload.store` raised. Any other type than
-            `AsyncKVError` is a bug. If it names blocks (`PullError.held`), a transfer may still write them, or a store
-            may still read them. The request's id then follows in `returned` or `retired` (`offload_returned` or
+        error: Exception that `Engine.follow`, `Engine.pull`, `Offload.load` or `Offload.store` raised. Any other type
+            than `AsyncKVError` is a bug. If it names blocks (`PullError.held`), a transfer may still write them, or a
+            store may still read them. The request's id then follows in `returned` or `retired` (`offload_returned` or
             `offload_retired` for offload).
     """
 
@@ -149,6 +173,21 @@ class Failed:
     def is_unbegun(self) -> bool:
         """True if it was refused before it began. Such a pull released nothing, so `Cancel` it with its params."""
         return not getattr(self.error, "failed_in", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The params of a request that was followed.
+
+    Attributes:
+        request_id: The request's id, as in its `Follow`.
+        params: The params, as `Announce` and `Pull` take them.
+        is_late: True if it was reported in `not_offered` before. This rank has released it; the others have to.
+    """
+
+    request_id: str
+    params: dict[str, Any] = field(repr=False)
+    is_late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +211,8 @@ class Finished:
         finished_sending: Lent requests that ended, released or not (`LeaseEnd.cause`). Their blocks may be reused.
             Exception: blocks that `close` returned as cut short must not be written before the process ends.
         finished_recving: Pulls that completed: their KV is in place.
+        offered: Followed requests with their params.
+        not_offered: Followed requests that are not offered.
         found: Results of lookups, each with its request's id.
         stored: Stores that completed. Their blocks may be reused.
         loaded: Loads that completed, with `Loaded.num_tokens` tokens in place.
@@ -181,11 +222,13 @@ class Finished:
         offload_failed: Loads and stores that failed.
         offload_returned: Ids of failed loads and stores. Their held blocks can no longer be written or read.
         offload_retired: Ids of failed loads and stores. Their held blocks must never be used again.
-        refused: Refused orders. A pull, load or store is here only if its id was in flight already.
+        refused: Refused orders. A follow, pull, load or store is here only if its id was in flight already.
     """
 
     finished_sending: list[LeaseEnd] = field(default_factory=list)
     finished_recving: list[PullResult] = field(default_factory=list)
+    offered: list[Offer] = field(default_factory=list)
+    not_offered: list[Failed] = field(default_factory=list)
     found: list[tuple[str, Found]] = field(default_factory=list)
     stored: list[Stored] = field(default_factory=list)
     loaded: list[Loaded] = field(default_factory=list)
