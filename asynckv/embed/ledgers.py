@@ -533,6 +533,10 @@ class DecodeLedger(_Ledger):
         siblings = self._siblings.pop(ticket)
         for each in siblings:
             _set_params(each, params)
+        # Its pull is reported by its name. vLLM knows only its own id, which an earlier follow may have had.
+        del self._fetches[fetch.name]
+        fetch.name = unused(fetch.request_id, self._fetches)
+        self._fetches[fetch.name] = fetch
         if key in self._siblings or key in self._spent:
             self._move(fetch, Event.SHARE)
             self._siblings.get(key, []).extend(siblings)

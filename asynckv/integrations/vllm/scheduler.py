@@ -404,10 +404,10 @@ class SchedulerHalf:
 
     def reported(self, reports: FollowReports) -> None:
         """Note what workers were offered, and the ends of what they follow; the first report of each decides."""
-        for offer in reports.offered:
-            self.pulls.offered(0, offer)
         for failed in reports.not_offered:
             self.pulls.not_offered(0, failed)
+        for offer in reports.offered:
+            self.pulls.offered(0, offer)
 
     def loaded(
         self, received: Iterable[str] | None, sent: Iterable[str] | None, failed: Collection[str] | None = None
