@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.conftest import OURS
 from tests.vllm.engines import Dead, Engine, Reply, Server, continued
 from tests.vllm.pairs import ASKED, Pair, settle
 from tests.vllm.setups import Connector, Setup
@@ -18,7 +17,14 @@ from tests.vllm.test_trouble import SHORT, SLEEPS, judge
 from tests.vllm.zoo import MODELS
 
 LENGTHS = (2, 31, 33, 64, 100, 200)
-FOLLOWS = Connector(extra={**SHORT, "pull": {**SHORT["pull"], "follow_s": 30.0}})
+
+
+def following(follow_s: float = 30.0) -> Connector:
+    pull: Any = SHORT["pull"]
+    return Connector(extra={**SHORT, "pull": {**pull, "follow_s": follow_s}})
+
+
+FOLLOWS = following()
 
 
 class Legs:
@@ -211,9 +217,7 @@ def test_several_completions_follow_one_ticket(server: Server, steps: int) -> No
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_prefill_leg_that_ends_without_a_loan_ends_its_follower_at_once(
-    server: Server, policy: Any, tp: int
-) -> None:
+def test_a_prefill_leg_that_ends_without_a_loan_ends_its_follower_at_once(server: Server, policy: Any, tp: int) -> None:
     legs = start(server, policy=policy, tp=tp)
     pair, ticket, tokens = legs.pair, legs.ticket(), legs.pair.prompt(200)
     pair.prefill.ask("hold")
@@ -286,8 +290,7 @@ def test_a_decode_engine_dies_and_another_follows_the_same_ticket(server: Server
 
 
 def test_a_ticket_that_never_comes_runs_out(server: Server) -> None:
-    short = replace(FOLLOWS, extra={**SHORT, "pull": {**SHORT["pull"], "follow_s": 1.0}})
-    legs = start(server, connector=short)
+    legs = start(server, connector=following(1.0))
     reply = legs.decode(legs.pair.prompt(100), legs.ticket())
     legs.pair.decode.finish(reply, within_s=10.0)
     assert reply.reason == "error"

@@ -5,11 +5,11 @@ A request asks for transfers in its `kv_transfer_params`, which come from a clie
 - `{"do_remote_decode": true}`: lend its blocks when it ends, and answer with params for the reading engine:
   `{"do_remote_prefill": true, "do_remote_decode": false, "asynckv": {...}}`.
 - `{"do_remote_prefill": true, "asynckv": {...}}`: read the KV that another engine has computed.
-- `{"do_remote_prefill": true, "asynckv_follow": {...}}`: follow a ticket (`asynckv_ticket`) that the prefill engine's
-  request brings. The request waits until it is offered params, and goes on as if they had come with it.
+- `{"do_remote_prefill": true, "asynckv_follow": {...}}`: follow a ticket, which another engine's request brings as
+  `asynckv_ticket`. The request waits until it is offered params, and goes on as if they had come with it.
 
-The first two may be given together. A client's params are checked once, and never raise: with bad params the prompt is computed here, and
-one warning gives the reason.
+A request may both read and lend. A client's params are checked once, and never raise: with bad params the prompt is
+computed here, and one warning gives the reason.
 
 **One token less.** The reader computes a prompt's last token again, to sample from it. A recurrent state cannot be
 taken back by one token, and a sliding window may have lost the first token that the last one needs. So models with
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from asynckv.arguments import MAX_INTEGER, shown
 from asynckv.core.types import KVTransferParams, Reason, check_ticket, of_vllm
 from asynckv.edges.torch import as_bytes
-from asynckv.embed.ledgers import DecodeLedger, Fetch, PrefillLedger, State
+from asynckv.embed.ledgers import DecodeLedger, PrefillLedger, State
 from asynckv.embed.orders import Order, Reclaim
 from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, NoOffer, PullError
 from asynckv.geometry.pairing import common_prefix
@@ -191,25 +191,25 @@ class SchedulerHalf:
         is_wanted = is_asked and not _is_marker(request)
         if params is None and not is_wanted:
             return self._computes(request, "not_asked")  # nothing was lent to it yet
+        # The trace of this engine's own HTTP request is nearer than the one in the params.
+        trace = trace_context(_headers(request))
         try:
-            # The trace of this engine's own HTTP request is nearer than the one in the params.
-            trace = trace_context(_headers(request))
-            if params is not None:
-                fetch = self.pulls.announce(name, params, trace=trace)
+            if params is None:
+                fetch = self.pulls.follow(name, follow or {}, trace=trace)
             else:
-                fetch = self.pulls.follow(name, follow, trace=trace)
+                fetch = self.pulls.announce(name, params, trace=trace)
         except AsyncKVError as exc:
             return self._computes(request, "malformed", str(exc))
         if is_wanted:
             self.tally.ends_row()
         if fetch is None:
             return self._computes(request, "spent")
-        if not is_wanted or (params is None and (cause := self._hindrance(request))):
-            self._computes(request, cause if is_wanted else "not_asked")
+        if is_wanted and fetch.params is not None:
+            return self._compare(request, fetch.params)
+        if cause := self._hindrance(request) if is_wanted else "not_asked":
+            self._computes(request, cause)
             self.spare(request)
             return False
-        if params is not None:
-            return self._compare(request, fetch.params)
         queued = self._following[name] = self._queued.pop(name)
         queued.end = request.num_prompt_tokens - self.shape.back_off
         return True

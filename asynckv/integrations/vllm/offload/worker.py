@@ -20,7 +20,6 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
