@@ -20,6 +20,7 @@ from asynckv.embed.orders import Order
 CORES = os.sched_getaffinity(0)
 
 from vllm.config import CacheConfig, KVTransferConfig  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes  # noqa: E402
@@ -255,6 +256,9 @@ class Side:
         output = ModelRunnerOutput(
             req_ids=ids, req_id_to_index={each: i for i, each in enumerate(ids)}, sampled_token_ids=sampled
         )
+        if reports is not None and (parts := getattr(self.connector, "_connectors", ())):
+            ours = [reports if type(each).__name__ == "AsyncKVConnector" else None for each in parts]
+            reports = MultiKVConnectorWorkerMetadata(tuple(ours))
         if loaded or failed or sent or reports:
             output.kv_connector_output = KVConnectorOutput(
                 finished_sending=set(sent) or None,

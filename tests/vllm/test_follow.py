@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
-from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
@@ -737,7 +736,7 @@ def test_a_dual_engine_follows_engines_of_asynckv() -> None:
     side = pair.decode
     pair.add("a", prompt)
     assert side.step().kinds() == [Follow]
-    side.step(reports=MultiKVConnectorWorkerMetadata((pair.offer("a", prompt), None)))
+    side.step(reports=pair.offer("a", prompt))
     assert side.step().only(Pull).request_id == "a"
     side.step(loaded=["a"])
     side.add("b", prompt_of(50), {"asynckv_ask": True})
