@@ -44,7 +44,7 @@ HeldState = Annotated[str, "State of the lease or pull; left out if the line cov
 Waits = Annotated[str, "The reason for waiting, in words."]
 Requests = Annotated[int, "Number of requests that the line covers."]
 LayoutPrint = Annotated[str, "Fingerprint of the memory layout."]
-Parked = Annotated[int, "Claims and releases that wait for their request to be lent."]
+Parked = Annotated[int, "Claims, releases and followers that wait for their request to be lent."]
 HeldFor = Annotated[float, "Time for which the blocks were held."]
 ReleaseOutcome = Annotated[str, "Outcome in the release: `complete`, `failed`, `cancelled` or `retry`."]
 
@@ -248,6 +248,8 @@ class EngineAlive(Told):
         "Time since the last step of the engine around this rank; left out if that sleeps until there are results, or "
         "runs this loop itself. An idle engine need not make steps.",
     ] = None
+    follows: Annotated[int, "Requests that follow a ticket, and wait for an offer."] = 0
+    followers: Annotated[int, "Decode ranks that follow tickets which no request has brought yet."] = 0
 
 
 class Drained(Told):
@@ -286,14 +288,17 @@ class PeerDraining(Told):
 
 
 class FollowFailed(Told):
-    """A request that followed a ticket ended without an offer."""
+    """A request followed a ticket, and was not offered its params. At most 100 lines at once, then ten per second."""
 
     side, levels, most, until = "decode", ("warning", "info"), (10.0, 100.0), ITSELF
     request_id: RequestText
-    peer: Peer
-    reason: Annotated[str, "Why: a reason of a pull, or `no_offer` if the time is over."]
+    pull_id: PullText
+    peer: PrefillEngine
+    cause: Annotated[str, "`no_offer` if its time was over, or why its prefill rank offers nothing."]
     detail: Detail
-    waited_s: Annotated[float, "Time since it began to follow."]
+    seconds: Annotated[float, "Time for which it followed."]
+    peer_ranks: Annotated[list[str], "The prefill rank that it followed."]
+    not_logged: NotLogged = None
 
 
 class ReaderMet(Told):
@@ -386,6 +391,7 @@ class LeaseEnded(OfLease):
     readers: Annotated[dict[str, str], "Reader -> outcome of its release: `complete`, `failed` or `cancelled`."]
     blocks: Annotated[int, "Number of blocks."]
     packed: Annotated[int | None, "Packed copies that readers asked for, if any."] = None
+    offers: Annotated[int | None, "Offers to ranks that followed its ticket; left out if it had none."] = None
     owed: Annotated[list[str] | None, "Readers that never released; `*`: a decode engine not heard of at all."] = None
     claims: Annotated[
         dict[str, LastClaim] | None,

@@ -155,8 +155,8 @@ def account() -> Account:
         retrying=(request,), num_retrying=1,
     )  # fmt: skip
     peer = PeerStatus(
-        rank="prefill/tp0@0a1b2c3d", address="tcp://h:2", state="ready", heard_s=0.5, pulls=1, transfers=1,
-        bytes_in_flight=4096, is_draining=True, is_orderly=True, failures=1, cause="timeout",
+        rank="prefill/tp0@0a1b2c3d", address="tcp://h:2", state="ready", heard_s=0.5, pulls=1, follows=1,
+        transfers=1, bytes_in_flight=4096, is_draining=True, is_orderly=True, failures=1, cause="timeout",
     )  # fmt: skip
     return Account(
         refused="too often", retry_s=0.5, engine_id="prefill", rank="prefill/tp1@0a1b2c3d", incarnation="0a1b2c3d" * 4,
@@ -186,10 +186,13 @@ def messages() -> dict[str, wire.Message]:
         wire.StatusRequest(1, 256, "0x1.8p+1 l7", "req", bytes(8)),
         wire.Status(1, "prefill", 1, 2, {"leases": 3}, encode_account(account())),
         wire.Goodbye(), wire.Draining(), wire.Packed(KEY, "pull", 7, 5), wire.Unpack(KEY, "pull", 7),
+        wire.Follow("0123456789abcdef" * 2, 5, COHORT), wire.Unfollow("0123456789abcdef" * 2, 6),
+        wire.Offered("0123456789abcdef" * 2, 5, wire.encode_offer(PARAMS)),
         wire.Pack(KEY, "pull", 7, Recipe(1, ((64, ((4, 9), (2, 2048))), (8, ())), ((0, 128, 1), (1, 0, 0)), ((1, 3),))),
     ]  # fmt: skip
     named = {type(message).__name__: message for message in made}
     named |= {f"Unwelcome, {x}": wire.Unwelcome(1, x, "in words") for x in sorted(wire.UNWELCOME)}
+    named |= {f"Offered, {x}": wire.Offered("0" * 32, 5, reason=x, detail="in words") for x in sorted(wire.NOT_OFFERED)}
     named |= {f"Refused, {x}": wire.Refused(KEY, "pull", 5, x, "in words") for x in sorted(wire.REFUSED)}
     return named | {f"Release, {x}": wire.Release(KEY, "req", COHORT, "pull", x) for x in Outcome}
 
@@ -228,6 +231,8 @@ def nested(value: object) -> dict[str, Any]:
     match value:
         case wire.Welcome():
             return {"layout": plain(decode_layout(bytes(value.layout)))}
+        case wire.Offered() if value.reason is None:
+            return {"params": plain(wire.decode_offer(value))}
         case wire.Status() if value.account:
             return {"account": plain(decode_account(value.account))}
         case _:

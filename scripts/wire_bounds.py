@@ -95,6 +95,8 @@ def _bound(kind: inspect.Type, value: Any, is_most: bool, nested: bool = True) -
         case inspect.StructType() if isinstance(value, Struct):
             found = {f.encode_name: _bound(f.type, getattr(value, f.name), is_most, nested) for f in kind.fields}
             return [*([] if kind.tag is None else [kind.tag]), *found.values()] if kind.array_like else found
+        case inspect.StrType(pattern=str()):
+            return value
         case inspect.StrType():
             length = kind.max_length if is_most else kind.min_length or 0
             return value if length is None else _repeated("text", WIDE if is_most else NARROW, length)

@@ -47,7 +47,7 @@ from asynckv import (
     synchronize,
 )
 from asynckv.core import wire as messages
-from asynckv.core.types import decode_params
+from asynckv.core.types import FollowParams, decode_follow, decode_params
 from asynckv.layout import (
     Dim,
     Group,
@@ -132,6 +132,7 @@ FUNCTIONS = {
 VALUES = {
     "Dim",
     "Endpoint",
+    "FollowParams",
     "Group",
     "KVTransferParams",
     "Layout",
@@ -459,10 +460,17 @@ def arguments(params: dict[str, Any], number: int) -> dict[str, dict[str, Any]]:
         "aclose": {"timeout_s": 0.1},
         "suspend": {"timeout_s": 0.1},
         "resume": {"registration": None},
-        "lend": {"params": params, "num_readers": 1},
+        "lend": {"params": params, "num_readers": 1, "ticket": f"{number:032x}"},
         "withdraw": {"params": params},
+        "withdraw_ticket": {"ticket": "f" * 32},
         "recall": {"requests": [params]},
         "reclaim": {"num_blocks": 1},
+        "follow": {
+            "request_id": f"d{number}",
+            "follow": {"ticket": f"{number:032x}"} | {x: params.get(x) for x in ("engine_id", "endpoints")},
+            "wait_s": 5.0,
+            "cohort_id": "",
+        },
         "announce": {"request_id": f"d{number}", "params": params, "wait_s": 5.0, "cohort_id": ""},
         "pull": {
             "request_id": f"d{number}",
@@ -523,7 +531,7 @@ async def test_an_argument_is_taken_or_refused_before_anything_happens(sim: Benc
             role = prefill if method == "lend" else decode
             if method == "resume":
                 await pumped(sim, decode.engine.suspend)
-            lent = prefill.engine.lend(params) if method != "lend" else None
+            lent = prefill.engine.lend(params, ticket=f"{number:032x}") if method != "lend" else None
             for _ in range(3):
                 await asyncio.sleep(0)
             before = quiet(role.engine)
@@ -621,6 +629,17 @@ async def test_params_that_a_caller_made_are_checked_as_those_that_were_sent(sim
         await until(lambda: not decode.engine.statistics().gauges["pulls"])
         await until(lambda: not prefill.engine.statistics().gauges["leases"])
         assert [quiet(e)[:4] for e in (prefill.engine, decode.engine)] == [b[:4] for b in before]
+
+
+@pytest.mark.parametrize("field", FollowParams.__struct_fields__)
+def test_what_is_followed_is_checked_and_no_error_shows_its_ticket(field: str) -> None:
+    good = decode_follow({"ticket": "0a" * 16, "engine_id": "p", "endpoints": [msgspec.to_builtins(ENDPOINT)]})
+    for what, value in HOSTILE.items():
+        for bad in (msgspec.structs.replace(good, **{field: value}), msgspec.to_builtins(good) | {field: value}):
+            made = tried(RemoteProtocolError, decode_follow, bad)
+            is_taken = not isinstance(made, RemoteProtocolError)
+            assert not is_taken or (field in ("engine_id", "num_token_shards") and what in ("text", "none")), what
+            assert "0a" * 8 not in str(made)
 
 
 @pytest.mark.anyio

@@ -108,6 +108,14 @@ def test_a_request_that_is_never_recalled_is_said_as_before_there_were_recalls()
             assert wire.blocks_digest(*said).hex() == digest != wire.blocks_digest(*said, True).hex()
 
 
+def test_a_request_without_a_ticket_is_said_as_before_there_were_tickets() -> None:
+    here, before = ({name: data for name, data, _ in packets(version)} for version in ("0.6.0", "0.5.0"))
+    changed = {name for name, data in before.items() if here[name] != data}
+    assert changed == {"Hello", "Welcome", "Status"}  # the minor version, and accounts
+    assert {name.partition(",")[0] for name in here.keys() - before} == {"Follow", "Unfollow", "Offered"}
+    assert recorded("0.6.0", "params.json") == recorded("0.5.0", "params.json")
+
+
 def begins(said: Any, read: Any) -> bool:
     match said, read:
         case dict(), dict():
@@ -163,8 +171,10 @@ def at_default(value: Struct) -> set[str]:
 def test_the_record_has_every_kind_of_message_and_every_field() -> None:
     sent = [x for _, data, _ in packets(HERE.name) for x in wire.decode_packet(data).messages]
     assert {type(x) for x in sent} == set(wire.Message.__args__)
-    assert {type(x).__name__: at_default(x) for x in sent if at_default(x)} == {}
+    by_kind = {kind: [at_default(x) for x in sent if type(x) is kind] for kind in wire.Message.__args__}
+    assert {kind: found for kind, some in by_kind.items() if (found := set.intersection(*some))} == {}
     assert {x.reason for x in sent if isinstance(x, wire.Refused)} == wire.REFUSED
+    assert {x.reason for x in sent if isinstance(x, wire.Offered)} == {None, *wire.NOT_OFFERED}
     assert {x.reason for x in sent if isinstance(x, wire.Unwelcome)} == wire.UNWELCOME
 
     (status,) = (x for x in sent if isinstance(x, wire.Status))

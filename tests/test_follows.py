@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv import LeaseConfig, LocalProtocolError, NoOffer, Overloaded, PlanRefused, PrefillRanks, PullConfig
+from asynckv import Engine, LeaseConfig, LocalProtocolError, NoOffer, Overloaded, PlanRefused, PrefillRanks, PullConfig
 from asynckv.core.following import Following, FollowState
 from asynckv.core.lease import LeaseState
 from asynckv.core.types import FollowParams, KVTransferParams, Reason
@@ -322,8 +322,8 @@ def test_a_rank_does_not_follow_itself_nor_a_part_of_an_engine() -> None:
 # -- engines ---------------------------------------------------------------------------------------------
 
 
-def target_of(prefill: Side, ticket: str = TICKET) -> dict[str, Any]:
-    endpoint = msgspec.to_builtins(prefill.engine.endpoint)
+def target_of(prefill: Side | Engine, ticket: str = TICKET) -> dict[str, Any]:
+    endpoint = msgspec.to_builtins((prefill.engine if isinstance(prefill, Side) else prefill).endpoint)
     return {"ticket": ticket, "engine_id": "prefill", "tp_size": 1, "pp_size": 1, "endpoints": [endpoint]}
 
 

@@ -102,6 +102,12 @@ def alive(start: str, at: float) -> Record:
     return say(at, told.EngineAlive, start)
 
 
+def unoffered(at: float, cause: str = "no_offer", name: str = "gen-a", start: str = D) -> Record:
+    """A request followed its prefill rank for ten seconds."""
+    said = {"request_id": name, "pull_id": f"{start[:16]}-f{name}", "peer": "prefill", "peer_ranks": [RANK[P]]}
+    return say(at, told.FollowFailed, start, **said, cause=cause, detail="", seconds=10.0)
+
+
 def unanswered(at: float = 60.0, cause: str = "timeout", outcome: str = "complete") -> Record:
     return say(at, told.ReleaseUnanswered, D, **NAMES, cause=cause, ranks=[RANK[P]], seconds=30.0, outcome=outcome)
 
@@ -742,6 +748,22 @@ FAILURES: dict[str, tuple[CAUSE, list[Record]]] = {
     "refused at the handshake": (C.REFUSED_LOCALLY, [*BOTH, pull_ended(15, "geometry_refused", failed_in="handshake")]),
     "sent to two readers": (C.PARAMS_GIVEN_TWICE, [*BOTH, pull_ended(15, "consumed")]),
     "said goodbye": (C.PREFILL_CLOSED, [*BOTH, pull_ended(15, "peer_lost"), gone(15, f"{RANK[P]} said goodbye")]),
+    "no request with its ticket": (C.NO_OFFER, [*BOTH, unoffered(25), away(P, 20, 2)]),
+    "no request with its ticket, and others": (C.NO_OFFER, [*BOTH, lent(20.0, request_id="b"), unoffered(25)]),
+    "no request with its ticket, by the reader alone": (C.NO_OFFER, of_decode([*BOTH, unoffered(25)])),
+    "another ticket": (C.OTHER_TICKET, [*BOTH, unoffered(25), expired(False, at=48.0, offers=0)]),
+    "lent when nobody followed": (C.NOT_LENT_IN_TIME, [*BOTH, unoffered(25), expired(False, at=60.0, offers=0)]),
+    "followed a stuck engine": (C.SCHEDULER_STUCK, [*BOTH, unoffered(35), waits(P, 33, claim=20.0)]),
+    "followed what another read": (C.PARAMS_GIVEN_TWICE, [*BOTH, unoffered(15, "consumed")]),
+    "followed what has expired": (C.LEASE_TOO_SHORT, [*BOTH, unoffered(15, "expired")]),
+    "followed an older version": (C.REFUSED_LOCALLY, [*BOTH, unoffered(15, "protocol_version")]),
+    "followed in vain": (C.NEVER_SHOOK_HANDS, [*BOTH, unoffered(15, "peer_unreachable")]),
+    "followed another engine": (C.WRONG_TARGET, [*BOTH, unoffered(15, "wrong_target")]),
+    "followed an earlier start": (C.STALE_PARAMS, [*BOTH, unoffered(15, "restarted")]),
+    "followed a rank that died": (
+        C.PREFILL_DIED,
+        [*RUNNING, unoffered(15, "peer_lost"), gone(15, "it was silent for 4.0 s"), say(60, "of_later", D)],
+    ),
     "not known": (C.NOT_KNOWN, of_decode([*BOTH, pull_ended(15, "peer_lost"), gone(15, "it was silent for 4.0 s")])),
     "queued behind it": (
         C.NOT_KNOWN,
@@ -758,6 +780,20 @@ def test_why_a_pull_failed_is_told(name: str) -> None:
     itself = cause in (C.DECODE_LOOP_AWAY, C.READER_CLOSED, C.REFUSED_LOCALLY) or "reader's engine" in name
     assert failure.verdict.names["by"] == RANK[D if itself else P]
     assert "?" not in failure.sentence
+
+
+@pytest.mark.parametrize("cause", ["withdrawn", "revoked", "cancelled"])
+def test_a_follow_that_the_prefill_side_or_the_caller_ended_is_no_failure(cause: str) -> None:
+    assert not failed([*BOTH, unoffered(15, cause)])
+
+
+def test_follows_are_joined_by_the_decode_engines_own_ids_and_tickets_are_followed_on_one_rank_only() -> None:
+    service = join([*BOTH, begun(E), unoffered(25), unoffered(25, start=E), unoffered(26, name="gen-b")])
+    assert [sorted(x.process.rank for x in r.all_pulls) for r in service.requests] == [[RANK[D], RANK[E]], [RANK[D]]]
+    # Another rank of the prefill engine was followed, so that the request was offered.
+    beside = replace(expired(False, at=48.0, offers=2), incarnation=OTHER, rank="prefill/tp1@eeeeeeee")
+    [failure] = failed([*BOTH, unoffered(25), expired(False, at=48.0, offers=0), beside])
+    assert failure.verdict.cause is C.NO_OFFER
 
 
 def test_one_sides_logs_say_what_they_can_and_no_more() -> None:

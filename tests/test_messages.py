@@ -71,6 +71,9 @@ ALL: list[m.Message] = [
     m.Pack(KEY, "pull", 7, Recipe(0, ((256, ((4, 2048), (16, 4096))), (64, ())), ((0, 128, 1), (1, 0, 0)), ((1, 3),))),
     m.Packed(KEY, "pull", 7, 5),
     m.Unpack(KEY, "pull", 7),
+    m.Follow("0123456789abcdef" * 2, 5, COHORT),
+    m.Unfollow("0123456789abcdef" * 2, 6),
+    m.Offered("0123456789abcdef" * 2, 5, reason=Reason.WITHDRAWN),
 ]
 PACKET = m.encode_packet("source", "target", ALL)
 
@@ -353,7 +356,7 @@ def test_a_peer_refuses_only_for_what_is_a_peers_to_say(reason: Reason) -> None:
     (source,) = pull.sources
     answer(m.Refused(pull.params.key, pull.pull_id, next(iter(source.nonces)), Reason.UNKNOWN))
     own = {Reason.COMPLETE, Reason.CANCELLED, Reason.TIMEOUT, Reason.NOT_LENT_YET, Reason.GEOMETRY, Reason.UNPLANNABLE}
-    own |= {Reason.DISCHARGED, Reason.DIFFERS}
+    own |= {Reason.DISCHARGED, Reason.DIFFERS, Reason.NO_OFFER}
     own |= {Reason.REMOTE_TOO_SHORT, Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST}
     own |= {Reason.STANDSTILL, Reason.QUEUE_FULL, Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RELEASED}
     assert (pull.failure is None) is (reason in own)
@@ -361,6 +364,26 @@ def test_a_peer_refuses_only_for_what_is_a_peers_to_say(reason: Reason) -> None:
     world.lend(prefill, pull.params)
     world.run(3.0)
     assert (pull.reason is Reason.COMPLETE) is (reason in own)
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_a_follower_is_refused_only_for_what_its_rank_can_know(reason: Reason) -> None:
+    said = m.Offered("0" * 32, 1)
+    msgspec.structs.force_setattr(said, "reason", reason)
+    data = m.encode_packet("s", "t", [said])
+    if reason in m.NOT_OFFERED:
+        assert m.decode_packet(data).messages == (said,)
+    else:
+        with pytest.raises(RemoteProtocolError, match="reason"):
+            m.decode_packet(data)
+
+
+@pytest.mark.parametrize("ticket", ["", "0" * 31, "0" * 33, "A" * 32, "g" * 32, "0" * 32 + "\n", "\uff10" * 32])
+def test_a_ticket_has_one_form_and_a_refusal_does_not_show_it(ticket: str) -> None:
+    data = m.encode_packet("s", "t", [m.Unfollow(ticket, 1)])
+    with pytest.raises(RemoteProtocolError) as raised:
+        m.decode_packet(data)
+    assert not ticket or ticket not in str(raised.value)
 
 
 def test_what_is_wrong_with_a_value_is_said_in_full_unless_it_is_long() -> None:

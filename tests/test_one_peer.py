@@ -307,10 +307,12 @@ MESSAGES: dict[str, Make] = {
     "hello to another": lambda x, n: Hello(n, wire.MAJOR, wire.MINOR, "other", 0, Cohort("d")),
     "question": lambda x, n: StatusRequest(n),
     "question about requests": lambda x, n: StatusRequest(n, 256),
+    "follow": lambda x, n: wire.Follow(f"{n:032x}", n, Cohort("d")),
+    "follow no more": lambda x, n: wire.Unfollow(f"{n:032x}", n),
     "answer to nobody": lambda x, n: Granted(x.params.key, f"p{n}", n, 1.0, 1.0),
 }
 ANSWERS = {wire.Welcome, wire.Unwelcome, wire.NotYet, wire.Refused, wire.Ack, wire.Status, wire.Packed}
-ANSWERS |= {wire.Goodbye, wire.Draining}
+ANSWERS |= {wire.Goodbye, wire.Draining, wire.Offered}
 EVENTS_PER_PING = 24
 
 

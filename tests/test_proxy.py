@@ -1640,7 +1640,8 @@ async def test_readiness_follows_the_engines() -> None:
     async with routed([prefill], [decode]) as client:
         status, told = await client.ready()
         assert (status, told["status"]) == (200, "ready")
-        assert told["prefill"] == [{"engine": prefill.url, "trouble": "", "outstanding": 0}]
+        idle = {"trouble": "", "outstanding": 0, "at_once": False, "ahead": 0}
+        assert told["prefill"] == [{"engine": prefill.url, **idle}]
         decode.health = 500
         await client.until_ready(503)
         assert (await client.ready())[1]["decode"][0]["trouble"] == "its health is status 500"
@@ -1664,8 +1665,9 @@ async def test_metrics_count_what_happened() -> None:
     assert metrics[f'pd_proxy_engine_faults_total{{engine="{bad.url}",role="prefill",why="failed"}}'] == 1
     assert metrics[f'pd_proxy_engine_up{{engine="{decode.url}",role="decode"}}'] == 1
     assert metrics[f'pd_proxy_engine_outstanding{{engine="{decode.url}",role="decode"}}'] == 0
-    assert metrics['pd_proxy_seconds_count{until="prefill"}'] == 1
-    assert metrics['pd_proxy_seconds_count{until="end"}'] == 2
+    assert metrics['pd_proxy_seconds_count{until="prefill",way="in_turn"}'] == 1
+    assert metrics['pd_proxy_seconds_count{until="end",way="in_turn"}'] == 1
+    assert metrics['pd_proxy_seconds_count{until="end",way="none"}'] == 1
     assert metrics["pd_proxy_in_flight"] == 0
 
 

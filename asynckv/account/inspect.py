@@ -1,6 +1,7 @@
 """Questions about a rank: which requests hold which blocks, for how long, and what they wait for, as plain values.
 
-`holds` lists blocks (entries of the ledger). `requests` lists leases, announcements and pulls, with blocks or without.
+`holds` lists blocks (entries of the ledger). `requests` lists leases, followings, announcements and pulls, with blocks
+or without.
 `check_integrity` finds contradictions. Nothing in this module changes any state.
 """
 
@@ -14,6 +15,7 @@ from itertools import islice
 from asynckv.account.waits import readers, waits, waits_for
 from asynckv.core.attempts import blocks_of
 from asynckv.core.flow import READING, WAITING
+from asynckv.core.following import Following
 from asynckv.core.lease import Lease
 from asynckv.core.ledger import Holding, Ledger, Occupant
 from asynckv.core.peer import Peer, PeerState
@@ -87,12 +89,12 @@ class RankStatus:
 
 @dataclass(frozen=True, slots=True)
 class RequestStatus:
-    """One request: announced, pulled or lent here, and not over.
+    """One request: followed, announced, pulled or lent here, and not over.
 
     Attributes:
-        kind: `lease` (lent by this rank), `announced`, `pull`, or `retrying` (between two attempts).
+        kind: `lease` (lent by this rank), `follow`, `announced`, `pull`, or `retrying` (between two attempts).
         request_id: This side's id of the request.
-        prefill_request_id: The prefill side's id of the request.
+        prefill_request_id: The prefill side's id of the request; empty while it is followed.
         state: State of the lease or the pull, see `docs/structure.md`.
         age_s: Seconds since the request was lent, announced or asked for.
         state_s: Seconds in this state.
@@ -167,6 +169,9 @@ class Inspector:
         return {
             "leases": len(self._prefill.leases),
             "parked": self._prefill.parking.num_parked,
+            "followers": self._prefill.parking.num_followers,
+            "tickets": len(self._prefill.offers.lent),
+            "follows": len(self._decode.follows.by_id),
             "copies": self._prefill.copies.slots.num_in_use,
             "pulls": len(self._decode.pulls),
             "pulls_waiting": len(self._decode.by_request),
@@ -240,9 +245,10 @@ class Inspector:
         some = [(self._ledger.get(holder), each) for holder, each in islice(self._ledger.occupants.items(), most)]
         return tuple(self._hold(hold, each, now, num_ids) for hold, each in some if hold is not None)
 
-    def hold(self, request: Lease | Pull, most: int, now: float) -> HeldBlocks | None:
-        hold = self._ledger.get(_holder(request))
-        return self._hold(hold, request, now, most) if hold is not None else None
+    def hold(self, request: Lease | Pull | Following, most: int, now: float) -> HeldBlocks | None:
+        if isinstance(request, Following) or (hold := self._ledger.get(_holder(request))) is None:
+            return None
+        return self._hold(hold, request, now, most)
 
     def _hold(
         self, hold: Holding, request: Lease | Pull | Occupant | None, now: float, most: int | None = None
@@ -269,10 +275,13 @@ class Inspector:
     def requests(self, now: float) -> tuple[RequestStatus, ...]:
         requests = [self.status(lease, now) for lease in self._prefill.leases.values()]
         requests += [self.status(pull, now) for pull in self._decode.pulls.values()]
+        requests += [self.status(following, now) for following in self._decode.follows.by_id.values()]
         requests.sort(key=lambda request: -request.age_s)
         return (*requests, *map(retry_status, self.between_attempts(now)))
 
-    def status(self, request: Lease | Pull, now: float) -> RequestStatus:
+    def status(self, request: Lease | Pull | Following, now: float) -> RequestStatus:
+        if isinstance(request, Following):
+            return _follow_status(request, self._decode.peers.by_place.get(request.rank.place), now)
         hold = self._ledger.get(_holder(request))
         blocks = hold.num_blocks if hold is not None else 0
         if isinstance(request, Lease):
@@ -289,6 +298,10 @@ class Inspector:
         for holder in sorted(holders ^ expected):
             name = f"request {names[holder]!r}" if holder in names else holder
             wrong.append(f"{name} holds {'blocks without a lease, pull or job' if holder in holders else 'no blocks'}")
+        wrong += self._decode.follows.audit()
+        offers = self._prefill.offers
+        if offers.tickets.keys() - self._prefill.leases.keys() or {*offers.tickets.values()} != offers.lent.keys():
+            wrong.append("tickets are not those of lent requests")
         strays = sum([key not in self._prefill.leases for key in self._prefill.copies.by_key])
         return [*wrong, f"{strays} requests are not lent, and have packed copies"] if strays else wrong
 
@@ -397,17 +410,35 @@ def _pull_status(pull: Pull, peer_of: Callable[[Source], Peer | None], blocks: i
     )
 
 
+def _follow_status(following: Following, peer: Peer | None, now: float) -> RequestStatus:
+    rank, state, age_s = following.rank, following.state.value, max(now - following.since, 0.0)
+    met = _MET.get(peer.state if peer is not None else PeerState.NEW, "not_lent")
+    ranks = (RankStatus(rank.name, met, rank.place[0], heard_s=_heard_s(peer, now)),)
+    left_s, said = _finite(following.deadline - now), f"not offered yet by {rank.name}"
+    name, follow_id = following.request_id, following.follow_id
+    return RequestStatus("follow", name, "", state, age_s, age_s, left_s, 0, said, ranks, follow_id)
+
+
+def _heard_s(peer: Peer | None, now: float) -> float | None:
+    return max(now - peer.heard_at, 0.0) if peer is not None and peer.heard_at > -math.inf else None
+
+
 def _rank_status(source: Source, peer: Peer | None, now: float) -> RankStatus:
     return RankStatus(
         rank=source.name,
         state=_rank_state(source, peer, now),
         address=source.address,
         granted_s=source.covered_until - now if source.covered_until > now else None,
-        heard_s=max(now - peer.heard_at, 0.0) if peer is not None and peer.heard_at > -math.inf else None,
+        heard_s=_heard_s(peer, now),
         bytes_read=source.bytes_read,
         bytes_planned=source.plan.num_bytes if source.plan is not None else 0,
         transfers=len(source.running | source.doubtful),
     )
+
+
+_MET = {PeerState.SUSPECT: "silent"} | dict.fromkeys((PeerState.CONNECTING, PeerState.LOADING), "connecting")
+_MET |= dict.fromkeys((PeerState.NEW, PeerState.GONE), "unreachable")
+"""Words for ranks that cannot be asked now."""
 
 
 def _rank_state(source: Source, peer: Peer | None, now: float) -> str:
@@ -417,9 +448,7 @@ def _rank_state(source: Source, peer: Peer | None, now: float) -> str:
         (source.release is ReleaseState.SENT, "releasing"),
         (not source.reads, "only_released"),
         (source.proven, "proven"),
-        (met is PeerState.SUSPECT, "silent"),
-        (met in (PeerState.CONNECTING, PeerState.LOADING), "connecting"),
-        (met in (PeerState.NEW, PeerState.GONE), "unreachable"),
+        (met in _MET, _MET.get(met, "")),
         (source.not_lent_yet, "not_lent"),
         (source.has_landed, "landed"),
         (source.covered_until > now, "granted"),

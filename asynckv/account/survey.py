@@ -1,9 +1,9 @@
 """Answers to questions about a rank, one slice per turn, so that 50,000 leases make no turn of the loop longer.
 
 Questions wait in a bounded queue, and `tick` continues the first by one slice. First everything is counted, and the
-counts serve all questions of the next moment. Then the wanted requests are listed, oldest first. Leases and pulls are
-kept in the order in which they began, and numbered together. The cursor of a page is the number of its last request, so
-no request is left out or listed twice while others come and go.
+counts serve all questions of the next moment. Then the wanted requests are listed, oldest first. Leases, pulls and
+followings are kept in the order in which they began, and numbered together. The cursor of a page is the number of its
+last request, so no request is left out or listed twice while others come and go.
 
 Questions are rate-limited per key or host, and for all together. The sending side bounds unread answers.
 """
@@ -24,6 +24,7 @@ from msgspec import Struct
 from asynckv.account.inspect import HeldBlocks, Inspector, RequestStatus, Tally
 from asynckv.account.values import Account, Facts, PeerStatus, PhaseCount, encode_account
 from asynckv.core.flow import READING
+from asynckv.core.following import Following
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.limits import Limiter
 from asynckv.core.peer import Peer, PeerState
@@ -224,13 +225,15 @@ class Survey:
         for start in range(0, len(peers), SLICE_LEASES):
             for peer in peers[start : start + SLICE_LEASES]:
                 counts.peers[peer.state.value] = counts.peers.get(peer.state.value, 0) + 1
-                is_busy = peer.pulls or peer.transfers or peer.state not in IDLE
+                is_busy = peer.pulls or peer.follows or peer.transfers or peer.state not in IDLE
                 some = counts.busy if is_busy else counts.idle
                 if len(some) < MAX_PEERS:
                     some.append(peer)
             now = yield
         for occupant in self._ledger.occupants.values():
             counts.add(occupant.what, occupant.held_as[0], occupant.begun_at)
+        for following in self._decode.follows.by_id.values():
+            counts.add("follow", following.state.value, following.since)
         counts.fresh_until = now + max(FRESH_S, FRESH_S_EACH * (len(leases) + len(pulls)))
         self._counts = counts
         return now
@@ -239,10 +242,10 @@ class Survey:
         self, asked: StatusRequest, requests: list[RequestStatus], holds: list[HeldBlocks], now: float
     ) -> Generator[None, float, str]:
         after = int(asked.after or -1)
-        leases, pulls = _rest(self._prefill.leases.values(), after), _rest(self._decode.pulls.values(), after)
+        every = self._prefill.leases.values(), self._decode.pulls.values(), self._decode.follows.by_id.values()
         letters = work = looked = 0
-        told: Lease | Pull | None = None
-        for request in heapq.merge(leases, pulls, key=_number):
+        told: Lease | Pull | Following | None = None
+        for request in heapq.merge(*(_rest(some, after) for some in every), key=_number):
             looked += 1
             if work >= SLICE_TOLD or looked >= SLICE_FOUND:
                 work = looked = 0
@@ -309,13 +312,13 @@ def _count_leases(leases: Iterable[Lease], phases: dict[tuple[str, str], list[fl
         phase[0] += 1
 
 
-def _is_named(request: Lease | Pull, name: str) -> bool:
+def _is_named(request: Lease | Pull | Following, name: str) -> bool:
     if isinstance(request, Lease):
         return request.lent.request_id == name
-    return name in (request.request_id, request.params.request_id)
+    return request.request_id == name or (isinstance(request, Pull) and request.params.request_id == name)
 
 
-def _rest(requests: Iterable[Lease | Pull], after: int) -> Iterator[Lease | Pull]:
+def _rest(requests: Iterable[Lease | Pull | Following], after: int) -> Iterator[Lease | Pull | Following]:
     everything = list(requests)
     return islice(everything, bisect_right(everything, after, key=_number), None)
 
@@ -327,6 +330,7 @@ def _peer_status(peer: Peer, now: float) -> PeerStatus:
         state=peer.state.value,
         heard_s=max(now - peer.heard_at, 0.0) if peer.heard_at > -math.inf else None,
         pulls=len(peer.pulls),
+        follows=len(peer.follows),
         transfers=len(peer.transfers),
         bytes_in_flight=peer.line.in_flight.num_bytes,
         is_draining=peer.is_draining,

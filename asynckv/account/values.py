@@ -26,7 +26,7 @@ class PhaseCount(Struct, frozen=True, kw_only=True):
     """The number of requests of one kind in one phase.
 
     Attributes:
-        kind: `lease`, `announced`, `pull` or `retrying`; for an offload `store` or `load`.
+        kind: `lease`, `follow`, `announced`, `pull` or `retrying`; for an offload `store` or `load`.
         phase: For a lease `unclaimed` (no reader was heard of), `granted` (a grant runs), `lapsed` (a reader was heard
             of, no grant runs) or `ending`; otherwise the state, see `docs/structure.md`. A failed pull with blocks
             that may still be written is `quarantined`, and `retired` once they were given up. A failed store or
@@ -42,9 +42,9 @@ class PhaseCount(Struct, frozen=True, kw_only=True):
 
 
 class PeerStatus(Struct, frozen=True, kw_only=True):
-    """A prefill rank that this one reads from. `pulls` have something owed or held there, and `transfers` run or are in
-    doubt. `failures` counts failed handshakes in a row; `cause` says why the last one failed, or why the rank is gone;
-    `is_orderly` if it said goodbye.
+    """A prefill rank that this one reads from. `pulls` have something owed or held there, `follows` wait for its offer,
+    and `transfers` run or are in doubt. `failures` counts failed handshakes in a row; `cause` says why the last one
+    failed, or why the rank is gone; `is_orderly` if it said goodbye.
     """
 
     rank: str
@@ -52,6 +52,7 @@ class PeerStatus(Struct, frozen=True, kw_only=True):
     state: str
     heard_s: float | None = None
     pulls: Count = 0
+    follows: Count = 0
     transfers: Count = 0
     bytes_in_flight: Count = 0
     is_draining: bool = False

@@ -185,6 +185,7 @@ class DecodeSide:
             self._timers.wake(self, now + MEETING_BURST / MEETINGS_PER_S)
 
     def follow(self, following: Following, now: float) -> None:
+        following.number = next(self._arrivals)
         self._make_way(following.target.engine_id, (following.rank,), now)
         self.follows.begin(following, now)
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from asynckv.core.attempts import Waiter
+from asynckv.core.notes import History
 from asynckv.core.source import RemoteRank
 from asynckv.core.types import Cohort, FollowParams, KVTransferParams, PullId, Reason, RequestId, impossible
 
@@ -58,6 +59,7 @@ class Following:
     rank: RemoteRank
     since: float
     deadline: float
+    number: int = 0  # place among all leases, pulls and followings of the rank, in the order in which they began
     state: FollowState = S.MEETING
     params: KVTransferParams | None = None
     reason: Reason | None = None
@@ -75,3 +77,11 @@ class Following:
     @property
     def is_open(self) -> bool:
         return self.state in (S.MEETING, S.FOLLOWING)
+
+    @property
+    def is_over(self) -> bool:
+        return not self.is_open
+
+    @property
+    def history(self) -> History:
+        return [(self.since, self.state)]

@@ -6,6 +6,7 @@ following that ends otherwise says so (`Unfollow`). An offer that crosses that m
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
@@ -77,6 +78,7 @@ class Follows:
         """End a following without an offer, and tell its rank, which may still have it parked."""
         following.receive(E.END)
         following.reason, following.detail = reason, detail
+        self._outbox.counters[f"follows.{reason}"] += 1
         if following.nonces:
             remember(self._left, following.target.ticket, following, MAX_LEFT)
             if tells:
@@ -126,7 +128,7 @@ class Follows:
             self._over(following, now)
         else:
             self._outbox.counters["follows.late"] += 1
-            self._outbox.commands.append(FollowReached(following))
+            self._outbox.commands.append(FollowReached(following, is_late=True))
             self.on_late(following, now)
 
     def tick(self, following: Following, now: float) -> None:
@@ -139,6 +141,20 @@ class Follows:
             self._send(following, now)
         else:
             self._timers.wake(following, min(following.deadline, following.retry_at))
+
+    def audit(self) -> list[str]:
+        """Return contradictions between followings, peers and timers."""
+        asked = {name: peer.place for peer in self._peers.by_place.values() for name in peer.follows}
+        wrong = [f"{name} is asked for, and not followed" for name in asked.keys() - self.by_id.keys()]
+        for name, each in self.by_id.items():
+            is_known = self.by_request.get(each.request_id) is each is self._by_ticket.get(each.target.ticket)
+            if not (is_known and each.is_open and each.scheduled_at < math.inf and asked.get(name) == each.rank.place):
+                wrong.append(
+                    f"request {each.request_id!r} is followed, but not in all tables, at its rank and by a timer"
+                )
+        if not len(self.by_id) == len(self.by_request) == len(self._by_ticket):
+            wrong.append("some requests or tickets are followed no more, and not forgotten")
+        return wrong
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -206,7 +206,7 @@ class Effects(Struct, frozen=True, gc=False):
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The state machine of one lent request. Other code writes only `number`, `on_end` and `is_sampled`."""
+    """The state machine of one lent request. Other code writes only `number`, `offers`, `on_end` and `is_sampled`."""
 
     lent: Lent
     lent_at: float
@@ -238,6 +238,7 @@ class Lease:
     """Pulls whose packed copies have gone with their grant. A later grant would vouch for these, so none follows."""
     ended_copies: bool = False  # True if a grant with packed copies has ended since these were last settled
     num_packed: int = 0  # packed copies that readers asked for
+    offers: int | None = None  # times that its params were offered to followers; None if it came without a ticket
     in_order: dict[int, Int64s] = field(
         default_factory=dict
     )  # lent blocks in ascending order, once copies are asked for

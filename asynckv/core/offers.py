@@ -39,7 +39,7 @@ class Offers:
         if ticket in self.lent or ticket in self._ended:
             self._outbox.counters["tickets.taken"] += 1
             return
-        self.lent[ticket] = lease, encode_offer(params)
+        self.lent[ticket], lease.offers = (lease, encode_offer(params)), 0
         self.tickets[lease.lent.key] = ticket
         for parked in self._parking.take(ticket)[:AT_ONCE]:  # the others repeat themselves
             self._answer(parked)
@@ -78,6 +78,7 @@ class Offers:
         lease, params = self.lent.get(follow.ticket, (None, None))
         if lease is not None and params is not None and lease.state is LeaseState.LENT:
             self._outbox.counters["offers.made"] += 1
+            lease.offers = (lease.offers or 0) + 1
             answer = Offered(follow.ticket, follow.nonce, params)
         else:
             reason = Reason.REVOKED if lease is not None else self._ended.get(follow.ticket, Reason.ENGINE_CLOSED)

@@ -38,7 +38,7 @@ class ParkedMessage(Struct, frozen=True):
 class Parking:
     def __init__(self, config: LeaseConfig) -> None:
         self.by_key: dict[Key | str, dict[ParkingPlace, ParkedMessage]] = {}  # by key of the request, or by ticket
-        self.num_parked = 0  # room of all parked messages
+        self.num_parked = self.num_followers = 0  # room of all parked messages, and of followers alone
         self.next_at = math.inf  # time at which a parked message may fall due
         self._config = config
         self._order: deque[tuple[float, Key | str, ParkingPlace]] = deque()
@@ -81,6 +81,7 @@ class Parking:
         self.by_key.setdefault(key, waiting)[place] = parked
         self._by[parked.sharer] += room
         self.num_parked += room
+        self.num_followers += isinstance(kept, Follow)
         if len(self._order) > 8 * most:
             self._order = deque(x for x in self._order if x[2] in self.by_key.get(x[1], ()))
         return True
@@ -120,6 +121,7 @@ class Parking:
 
     def _leave(self, parked: ParkedMessage) -> None:
         self.num_parked -= parked.room
+        self.num_followers -= isinstance(parked.message, Follow)
         self._by[parked.sharer] -= parked.room
         if not self._by[parked.sharer]:
             del self._by[parked.sharer]

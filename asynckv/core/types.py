@@ -154,7 +154,7 @@ SAME_SHARDS = "give PrefillRanks the number of its ranks' layouts, and every ran
 
 
 class FollowParams(Struct, frozen=True, kw_only=True, gc=False):
-    """What a decode engine follows before there are params: a ticket, and the prefill engine that it was given to.
+    """A ticket that a decode engine follows before there are params, and the prefill engine that has it too.
 
     The ticket is 128 random bits in hex, and as secret as a key. The other fields are those of `KVTransferParams`.
     """

@@ -24,7 +24,7 @@ from asynckv.account.inspect import HeldBlocks
 from asynckv.account.survey import Survey
 from asynckv.account.watch import Watch
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.following import Following, FollowState
+from asynckv.core.following import Following
 from asynckv.core.lifecycle import Lifecycle, LifeState
 from asynckv.core.outbox import (
     DetachRead,
@@ -51,7 +51,7 @@ from asynckv.errors import BackendError, BlocksRetired, EngineClosed, LocalProto
 from asynckv.observe.log import SAME_S, Recorder
 from asynckv.observe.observer import Observers
 from asynckv.ports import AgentInfo, AgentLost, AgentReplaced, Clock, ControlPlane, CopyMade, DataPlane, TimerHandle
-from asynckv.told import FollowFailed, Told, short
+from asynckv.told import Told, short
 
 TURNED_AWAY = (
     "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "
@@ -330,6 +330,7 @@ class Driver:
         if now >= self._sign_at:
             self._sign_at = now + max(core.config.lease.lease_s / 2, IDLE_BEAT_S)
             waits_for = {x.name for pull in core.decode.pulls.values() for x in pull.sources if x.is_waited_for}
+            waits_for |= {each.rank.name for each in core.decode.follows.by_id.values()}
             self.recorder.alive(self.inspect, sorted(waits_for)[:MAX_WAITED], now)
         self.recorder.tell_groups(now, SAME_S)
         self._beats_fast = not core.is_idle or core.prefill.parking.num_parked > 0
@@ -504,8 +505,8 @@ class Driver:
                         assert request.pull is not None
                         recorder.pull_tried_again(request.pull, request.next_at - now)
                         self.tell(self.observers.pull_retried, request.pull, now)
-                    case FollowReached(following):
-                        self._tell_follow(following, now)
+                    case FollowReached(following, is_late):
+                        self._tell_follow(following, is_late, now)
                     case LeaseOver(lease):
                         if lease.on_end is not None:
                             lease.on_end()
@@ -542,14 +543,14 @@ class Driver:
             for address in unlinked:
                 self.safely(self.control.disconnect, address)
 
-    def _tell_follow(self, following: Following, now: float) -> None:
-        if following.state is FollowState.ENDED and following.reason is not None:
-            name, reason, peer = short(following.request_id), following.reason.value, following.rank.name
-            waited_s = round(now - following.since, 6)
-            told = FollowFailed(name, peer, reason, short(following.detail), waited_s)
-            self.recorder.log(told, now, "info" if following.reason in EXPECTED else "warning")
+    def _tell_follow(self, following: Following, is_late: bool, now: float) -> None:
+        if following.reason is not None and not is_late:
+            names = short(following.request_id), following.follow_id, following.target.engine_id
+            why = following.reason.value, short(following.detail)
+            failed = told.FollowFailed(*names, *why, round(now - following.since, 6), [following.rank.name])
+            self.recorder.log(failed, now, "info" if following.reason in EXPECTED else "warning")
         if (waiter := following.waiter) is not None:
-            if following.state is FollowState.LATE:
+            if is_late:
                 waiter.returned(following, False)
             else:
                 waiter.ended(following)

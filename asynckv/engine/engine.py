@@ -417,7 +417,8 @@ class Engine:
         wanted, driver = decode_params(params), self._driver
         driver.soon()  # first, because nothing may begin without a turn
         now = self._clock.now()
-        lease = driver.core.lend(wanted, num_readers, now, ticket and check_ticket(ticket))
+        checked = check_ticket(ticket) if not isinstance(ticket, str) or ticket else ""
+        lease = driver.core.lend(wanted, num_readers, now, checked)
         driver.tell(driver.observers.lease_lent, lease, wanted, now)
         return LentRequest(driver, lease)
 

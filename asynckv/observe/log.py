@@ -304,7 +304,7 @@ class Recorder(Observer):
         gauges, waits, step_s = inspect.gauges(), inspect.waits_for_step(now), inspect.step_s(now)
         blocks = gauges["blocks_lent"] + gauges["blocks_writing"]
         held = gauges["leases"], gauges["pulls"], gauges["parked"], blocks
-        self.log(told.EngineAlive(*held, waits_for, waits, step_s))
+        self.log(told.EngineAlive(*held, waits_for, waits, step_s, gauges["follows"], gauges["followers"]))
 
     def pull_tried_again(self, pull: Pull, after_s: float) -> None:
         cause, attempt = str(pull.reason), pull.attempt + 1
@@ -359,6 +359,7 @@ class Recorder(Observer):
             },
             blocks=_num_blocks(lease),
             packed=lease.num_packed or None,
+            offers=lease.offers,
             successes_not_logged=self._skip_count(),
         )
         if lease.state is LeaseState.RELEASED:

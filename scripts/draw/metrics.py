@@ -196,6 +196,16 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             {ENGINE: rate("descriptors_planned_total") + " / " + rate("descriptors_posted_total")},
             "Planned descriptors for each posted one.",
         ),
+        Panel(
+            "Follows",
+            "ops",
+            {
+                "started": total("follows_started_total"),
+                "{{reason}}": total("follows_ended_total", "reason") + " > 0",
+                f"{ENGINE} open": gauge("follows"),
+            },
+            "Requests that follow a ticket until their prompt is lent.",
+        ),
     ),
     "Prefill: leases": (
         Panel(
@@ -227,7 +237,18 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
                 f"{ENGINE} parked": gauge("parked_messages"),
                 f"{ENGINE} {{{{reason}}}} per second": rate("parked_messages_dropped_total", "reason"),
             },
-            "Claims and releases of requests that are not lent yet.",
+            "Claims, releases and followers of requests that are not lent yet.",
+        ),
+        Panel(
+            "Offers",
+            "ops",
+            {
+                "made": total("offers_made_total"),
+                "refused: {{reason}}": total("offers_refused_total", "reason") + " > 0",
+                "tickets taken": total("tickets_taken_total"),
+                f"{ENGINE} followers": gauge("followers"),
+                f"{ENGINE} tickets": gauge("tickets"),
+            },
         ),
     ),
     "Peers and messages": (

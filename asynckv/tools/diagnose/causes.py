@@ -49,7 +49,7 @@ class ReaderView(enum.Enum):
     WRONG_TARGET, STALE, KEYS, KEYS_HERE, UNMET, REFUSED, TWICE, BROKEN, REFUSED_HERE = range(8, 17)
     OVERSTAYED, ANNOUNCED, DIED, CLOSED, AWAY, OWNER_AWAY, OWNER_CLOSED = range(17, 24)
     OWNER_DIED, PLANE_DIED, UNANSWERED, RETRIES, ELSEWHERE, READING, LATE, WAITING = range(24, 32)
-    TIMED_OUT, UNLENT, OVERTAKEN, STUCK, IDLE, DIFFERS = range(32, 38)
+    TIMED_OUT, UNLENT, OVERTAKEN, STUCK, IDLE, DIFFERS, UNOFFERED, OTHER_TICKET = range(32, 40)
 
 
 class CAUSE(enum.StrEnum):
@@ -97,6 +97,8 @@ class CAUSE(enum.StrEnum):
     TIMEOUT_TOO_SHORT = "timeout_too_short"
     NOT_LENT_IN_TIME = "not_lent_in_time"
     PREFILL_LENDS_NOTHING = "prefill_lends_nothing"
+    NO_OFFER = "no_offer"
+    OTHER_TICKET = "other_ticket"
     PARAMS_GIVEN_TWICE = "params_given_twice"
     CONNECTION_LOST = "connection_lost"
     REFUSED_LOCALLY = "refused_locally"

@@ -529,7 +529,7 @@ def _open(seen: Seen, told_of: Collection[str]) -> Iterator[Finding]:
 
 
 def _notes(seen: Seen) -> Iterator[Finding]:
-    """Find what else was seen: clocks, pulls that were recalled, and requests that an answer shows to be over."""
+    """Find what else was seen: clocks, recalled pulls, open follows, and requests that an answer shows to be over."""
     for note in seen.axis.notes():
         yield Finding(HEADING.UNKNOWN, "clocks", f"clocks: {note}")
     pulls = (pull for x in seen.service.requests for pull in x.all_pulls if pull.is_recalled)
@@ -537,6 +537,16 @@ def _notes(seen: Seen) -> Iterator[Finding]:
     for owner, number in Counter(listed(x.failed_with) for x in recalled).most_common(MOST):
         what = f"{counted(number, 'pull')} ended because {owner} took the blocks back at once (recall)"
         yield Finding(HEADING.UNKNOWN, "recalled", what)
+    follows = ((r.name, x) for r in seen.service.requests for x in r.all_pulls if x.is_follow and x.is_open)
+    parked = {x.rank: counted(n, "follower") for x in seen.answers if (n := x.gauges.get("followers"))}
+    for ranks, found in grouped(((x.process.rank, *x.peer_ranks), (name, x)) for name, x in follows).items():
+        most = shown_seconds(max(x.held[-1].number("state_s", 0.0) for _, x in found))
+        what = (
+            f"{counted(len(found), 'request')} of {ranks[0]} wait until {listed(ranks[1:])} offers them, {most} at most"
+        )
+        evidence = ", ".join(f"{x} has parked {parked[x]}, for which no request came" for x in ranks if x in parked)
+        names = tuple(dict.fromkeys(name for name, _ in found))
+        yield Finding(HEADING.UNKNOWN, "follow", what, evidence, requests=names, ranks=ranks)
     for process in (x for x in seen.service.processes.values() if x.over):
         what = f"{counted(len(process.over), 'request')} held for long in its log ({listed(process.over)})"
         yield Finding(HEADING.UNKNOWN, "over", f"{process.rank} answers, and no longer holds {what}")

@@ -26,6 +26,7 @@ from typing import Any
 import msgspec
 
 from asynckv import told
+from asynckv.core.following import FollowState
 from asynckv.core.notes import AnyNote, GrantedTo, Note, Promised, Released
 from asynckv.core.types import SHOWN_LETTERS, How
 from asynckv.told import LastClaim, RefusedMessage
@@ -37,6 +38,7 @@ from asynckv.tools.diagnose.records import Logs, Record, number
 
 GATHERED_S = 11.0
 """Most seconds by which a line is late: events about requests are gathered for some seconds."""
+FOLLOWS = frozenset(FollowState)
 DURATIONS = tuple(x for x in told.EngineStarted.__struct_fields__ if x.endswith("_s"))
 _RANK = re.compile(r"(?P<base>.+?/tp\d+)(?:@(?P<start>[0-9a-f]{1,64}))?(?: \(.*\))?\Z", re.DOTALL)
 
@@ -339,6 +341,13 @@ class LoggedPull:
         return self.like.ended if self.like is not None and self.like.ended is not None else self.ended
 
     @property
+    def is_follow(self) -> bool:
+        """True if it only followed a ticket, so that its request has no params."""
+        if self.ended is None:
+            return bool(self.held) and self.held[-1].text("state") in FOLLOWS
+        return self.ended.event == told.FollowFailed.event
+
+    @property
     def failed_in(self) -> str:
         return self.said.text("failed_in") if self.said is not None else ""
 
@@ -514,12 +523,13 @@ class Service:
 
 
 LEASE_EVENTS = {x.event for x in told.EVENTS.values() if issubclass(x, told.OfLease)} - {told.RequestWithdrawn.event}
-PULL_EVENTS = {x.event for x in told.EVENTS.values() if issubclass(x, told.OfPull)}
+PULL_EVENTS = {x.event for x in told.EVENTS.values() if issubclass(x, told.OfPull)} | {told.FollowFailed.event}
 PLACES = {
     told.LeaseLent.event: "lent",
     told.LeaseGranted.event: "granted",
     told.LeaseEnded.event: "ended",
     told.PullEnded.event: "ended",
+    told.FollowFailed.event: "ended",
     told.PullRetried.event: "retried",
     told.ReleaseUnanswered.event: "unanswered",
     told.ReleaseRefused.event: "refused",
@@ -707,6 +717,10 @@ class _Joiner:
         if (known := self._by_pull.get(pull.pull_id)) is not None:
             return known
         peer = pull.peer or next((engine_of(x) for x in pull.peer_ranks), "")
+        if pull.is_follow:  # without params, only the decode engine's own id joins its ranks
+            name = f"{pull.process.engine_id} follows for {pull.request_id}"
+            self._by_pull[name] = known = self._by_pull.get(name) or self._new(peer, -1, "")
+            return known
         key = peer, pull.sequence, pull.prefill_request_id
         starts = list(filter(None, dict.fromkeys(map(start_of, pull.peer_ranks))))
         known = self._of_its_key(key, starts, pull)

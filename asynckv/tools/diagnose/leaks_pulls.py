@@ -26,7 +26,7 @@ from asynckv.tools.diagnose.stalls import stalled_s
 
 W, R = OwnerView, ReaderView
 Told = tuple[ReaderView, dict[str, Any]]
-SURE = {R.REFUSED_HERE, R.REFUSED, R.TWICE, R.WRONG_TARGET, R.RENAMED, R.KEYS, R.KEYS_HERE, R.DIFFERS}
+SURE = {R.REFUSED_HERE, R.REFUSED, R.TWICE, R.WRONG_TARGET, R.RENAMED, R.KEYS, R.KEYS_HERE, R.DIFFERS, R.OTHER_TICKET}
 """Views that a failure's own reason proves, whatever happened besides."""
 NOTICED_S = 2.0  # the owner of a data plane that died notices later than its readers, by so much at most
 
@@ -56,7 +56,8 @@ class Failure(NamedTuple):
         title = CATALOGUE[self.verdict.cause].title
         why = f" for {names['away_s']} s" if "away_s" in names else f" ({names['why']})" if names["why"] else ""
         readers = listed(x.process.rank for x in self.pulls)
-        return f"pulls of {readers} from {names['holder']} failed ({told_as}): {title}{why}"
+        what = "follows" if self.pulls[0].is_follow else "pulls"
+        return f"{what} of {readers} from {names['holder']} failed ({told_as}): {title}{why}"
 
 
 def failures(presence: Presence, counts: Callable[[LoggedPull], bool] = lambda pull: True) -> list[Failure]:
@@ -103,6 +104,8 @@ class _Failed:
     # -- events during it --------------------------------------------------------------------------------------------
 
     def befell(self) -> Told | None:
+        if self.pull.is_follow:  # nothing was read, and it waits through pauses
+            return self._owner_died()
         return self._plane_died() or self._owner_died() or self._was_away()
 
     def _plane_died(self) -> Told | None:
@@ -166,6 +169,8 @@ class _Failed:
                 return self._refused()
             case R.UNLENT:
                 return self._unlent()
+            case R.UNOFFERED:
+                return self._unoffered()
             case R.BROKEN if pull.how == How.GOODBYE:  # before it began
                 return R.OWNER_CLOSED, {}
             case R.BROKEN | R.LATE | R.TIMED_OUT if (lost := self._lost()) is not None:
@@ -229,6 +234,17 @@ class _Failed:
         if not self.owners:
             return R.NO_LOG, {}
         return (R.UNLENT if self.seconds >= SILENCE_S else R.OVERTAKEN), {}
+
+    def _unoffered(self) -> Told:
+        """Tell a request that never came from one that was lent too late, or under another ticket."""
+        state, more = self._unlent()
+        lent_at = [at for x in self.ranks for at in self.presence.unfollowed[base_name(x)] if at >= self.low]
+        if state is R.STUCK or not lent_at:
+            return (state, more) if state is R.STUCK else (R.UNOFFERED, more)
+        if min(lent_at) <= self.high:
+            return R.OTHER_TICKET, {"why": "a request was lent meanwhile, under a ticket that nobody followed"}
+        late_s = in_seconds(min(lent_at) - self.high)
+        return R.OVERTAKEN, {"why": f"a request whose ticket nobody followed any more was lent {late_s} s later"}
 
     def _lost(self) -> Told | None:
         """Return the fate of a rank that it read from and that was lost during it or since, because a rank is silent

@@ -118,10 +118,15 @@ class Presence:
         """All attempts of a process at one of its requests."""
         self.lends: dict[str, list[float]] = defaultdict(list)
         """Times at which each rank lent something, by its name without a start."""
+        self.unfollowed: dict[str, list[float]] = defaultdict(list)
+        """The same of requests whose tickets nobody followed."""
         claims = list[float]()
         for request in service.requests:
+            offers = [x.ended.integer("offers") for x in request.leases.values() if x.ended is not None]
             for lease in request.leases.values():
-                bisect.insort(self.lends[lease.process.base], self.near(lease.process, lease.lent_at))
+                bisect.insort(self.lends[lease.process.base], lent_at := self.near(lease.process, lease.lent_at))
+                if max(offers, default=-1) == 0:  # each decode rank follows one rank only
+                    self.unfollowed[lease.process.base].append(lent_at)
                 for name, claim in lease.claims.items():
                     claims.append(claim.claimed_s)
                     self._hear(name, lease.process, lease.lent_at + claim.heard_s)

@@ -26,8 +26,8 @@ from asynckv.tools.diagnose.leaks_values import listed
 from asynckv.tools.diagnose.presence import SIGN_S, Presence
 from asynckv.tools.diagnose.records import Record, integer
 
-GOOD_COUNTS = frozenset({*WELL, "lent", "started", "released"})
-"""Counts of leases and pulls that are no bad ends."""
+GOOD_COUNTS = frozenset({*WELL, "lent", "started", "released", "offered", "late"})
+"""Counts of leases, pulls and follows that are no bad ends."""
 
 LIMITED: Mapping[str, type[told.Told]] = {
     "internal_errors": told.InternalError,
@@ -247,7 +247,7 @@ def _shown(service: Service) -> Counter[tuple[Process, str]]:
     for request in service.requests:
         shown.update((x.process, f"leases.{x.state}") for x in request.leases.values() if x.ended is not None)
         for pull in request.all_pulls:
-            shown[pull.process, f"pulls.{pull.cause}"] += 1
+            shown[pull.process, f"{'follows' if pull.is_follow else 'pulls'}.{pull.cause}"] += 1
             shown[pull.process, "blocks.kept"] += pull.held_transfers > 0
             shown[pull.process, "blocks.retired"] += pull.retired is not None
     return shown
@@ -262,4 +262,4 @@ def _is_whole(process: Process) -> bool:
 
 def _is_bad(counter: str) -> bool:
     kind, _, how = counter.partition(".")
-    return (kind in ("leases", "pulls") and how not in GOOD_COUNTS) or kind == "blocks" or counter in LIMITED
+    return (kind in ("leases", "pulls", "follows") and how not in GOOD_COUNTS) or kind == "blocks" or counter in LIMITED

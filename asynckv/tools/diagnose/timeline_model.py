@@ -54,6 +54,7 @@ _OF_REQUESTS = (told.LeaseHeld, told.PullHeld, told.PullRefused, told.RequestWit
 _TOLD = {x.event for x in (*_OF_REQUESTS, told.EngineAlive)}
 """Lines of a process that are told with its requests, or tell nothing new."""
 _STATES = {"connecting": "handshake", "queued": "queue", "reading": "read", "confirming": "confirm"}
+_STATES |= {"meeting": "follow", "following": "follow"}
 _STATES |= {"draining": "drain", "notifying": "release", "quarantined": "quarantine"}
 _STATES |= {state: state for state in ("announced", "lent", "ending")}
 
@@ -343,7 +344,7 @@ def _pull_bars(pull: LoggedPull) -> Iterator[Bar]:
         yield Bar(name, at, until, note, inside=inside if name == "read" else {})
         at = until
     if not known and outcome > begun:
-        yield Bar("pull", begun, outcome)
+        yield Bar("follow" if pull.is_follow else "pull", begun, outcome)
     yield from _after(pull, outcome)
 
 

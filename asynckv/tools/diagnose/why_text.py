@@ -30,6 +30,7 @@ from asynckv.tools.output import print_unpadded
 
 MAX_LANES, MAX_EVENTS, TOLD_LANES, MAX_MATCHES, MAX_NAMES = 64, 60, 8, 32, 8
 MAX_FINDINGS, MAX_LIMITS = 32, 12
+ALSO_HELD = ("blocks_quarantined", "transfers_in_doubt", "followers")
 
 
 def _line(console: Console, text: str, style: str = "", indent: int = 0, *, is_whole: bool = False) -> None:
@@ -335,7 +336,7 @@ def _holds(answer: Answer) -> Iterator[str]:
         what = (f"{x.number:,} {what} ({shown_seconds(x.seconds)})" for what, x in account.waits_for_step.items())
         yield f"waits for a step of the engine around it: {', '.join(what)}"
     held = {name: f"{used:,} of {most:,}" for name, (used, most) in account.budgets.items() if used}
-    held |= {name: f"{gauges[name]:,}" for name in ("blocks_quarantined", "transfers_in_doubt") if gauges.get(name)}
+    held |= {name: f"{gauges[name]:,}" for name in ALSO_HELD if gauges.get(name)}
     lags = f"loop late {shown_seconds(lag.last_s)}, at most {shown_seconds(lag.most_s)}, away {lag.was_away:,} times"
     yield ", ".join([*(f"{name.replace('_', ' ')} {x}" for name, x in held.items()), lags])
     if account.counts:

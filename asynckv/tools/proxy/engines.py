@@ -19,6 +19,9 @@ take an engine out (`Engine.late`). It does not count if the engine sent a byte 
 goes on. Time is counted in beats of the event loop, so a busy router waits longer. If time-outs alone took all engines
 of a role out, the least late one is asked.
 
+**Both legs at once.** A prefill engine can take part if its newest params say that it offers, and a decode engine if an
+answer said that it follows (`Engine.is_apt`). Any fault forgets it, because a restart may change the engine.
+
 Engines come and go (`sources`). A new one is checked before it is used. One that is no longer named gets no new
 requests, and is watched until it has finished its work.
 """
@@ -34,10 +37,10 @@ import itertools
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -71,17 +74,13 @@ MOST_ERROR, MOST_WHOLE = 2**20, 2**24
 """Bytes of the largest error, and of the largest answer that is read whole."""
 SMALL = 2**18  # bytes of a body that is sent at once
 SECONDS = re.compile(r"[0-9]{1,5}")
+IDENTITY = ("engine_id", "tp_size", "pp_size", "endpoints")
+"""Fields of asynckv's params that a decode engine needs to follow; `num_token_shards` too if it is there."""
+MOST_IDENTITIES = 1000
+Params = dict[str, msgspec.Raw]
 asked: ContextVar[Engine | None] = ContextVar("asked", default=None)
 """The engine that a task connects to for a request."""
 log = structlog.get_logger()
-
-
-class Asking(Protocol):
-    """A client's request; `asking` is the time-out of its current request to an engine."""
-
-    path: str
-    headers: dict[str, str]
-    asking: asyncio.Timeout | None
 
 
 class EngineFault(Refused):
@@ -99,14 +98,42 @@ def _error_in(data: bytes) -> dict[str, Any] | None:
         return None
     if ABORTED.search(data):
         return {"code": 500}
+    told = _objects(data)
+    if told and told[0].get("type") == "error":  # of /v1/responses, as is "response.failed"
+        return told[0]
+    found = next(filter(None, (it.get("error") for it in told)), None)
+    return found if isinstance(found, dict) else None
+
+
+def _objects(data: bytes) -> list[dict[str, Any]]:
+    """Return the object that an answer or an event has, and the response in it."""
     with contextlib.suppress(msgspec.MsgspecError, ValueError, RecursionError):
         told = msgspec.json.decode(data, type=dict[str, Any])
-        if told.get("type") == "error":  # of /v1/responses, as is "response.failed"
-            return told
-        inner = told.get("response")
-        found = told.get("error") or (inner.get("error") if isinstance(inner, dict) else None)
-        return found if isinstance(found, dict) else None
-    return None
+        return [it for it in (told, told.get("response")) if isinstance(it, dict)]
+    return []
+
+
+def follows(data: bytes, is_stream: bool = False) -> bool:
+    """Return True if an answer, or an event of a stream, says that its engine follows."""
+    if b'"asynckv_follows"' not in data:
+        return False
+    told = itertools.chain(*map(_objects, map(_data, _events(data)) if is_stream else [data]))
+    params = (it.get("kv_transfer_params") for it in told)
+    return any(isinstance(it, dict) and it.get("asynckv_follows") is True for it in params)
+
+
+def identity_of(params: Params) -> bytes:
+    """Return the part of params that decode engines need to follow their engine; empty if it does not offer."""
+    with contextlib.suppress(msgspec.MsgspecError, KeyError):
+        if msgspec.json.decode(params["asynckv_offers"]) is True:
+            told = msgspec.json.decode(params["asynckv"], type=Params)
+            shards = {name: told[name] for name in ("num_token_shards",) if name in told}
+            return msgspec.json.encode({name: told[name] for name in IDENTITY} | shards)
+    return b""
+
+
+def _events(data: bytes) -> list[bytes]:
+    return data.replace(*BLANK[::-1]).split(BLANK[0])
 
 
 def _data(event: bytes) -> bytes:
@@ -139,6 +166,9 @@ class Engine:
         unheard: Health checks in a row during which it sent nothing at all.
         working: The time-outs of its current requests, each with the fault if it has expired.
         lends_once: True if its params are not asynckv's, so that only one of several answers to a request may read.
+        is_apt: True if it said that it offers or follows, so that both legs may leave at once.
+        identity: What its newest params say of it; `earlier` has all that it had.
+        ahead: Prefill legs whose offer it waits for.
     """
 
     def __init__(self, role: str, url: str, faults: prometheus.Counter, connect_s: float) -> None:
@@ -146,7 +176,9 @@ class Engine:
         self.trouble = NEW
         self.heard = self.late_at = -math.inf
         self.unheard = self.times_late = self.last_turn = 0
-        self.lends_once = self.is_slow = self.is_named = False
+        self.lends_once = self.is_slow = self.is_named = self.is_apt = self.is_several = False
+        self.identity, self.earlier = b"", set[bytes]()
+        self.ahead: set[object] = set()
         self.working: dict[asyncio.Timeout, str] = {}
         self.faults: set[str] = set()
         self._faults, self._connect_s = faults, connect_s
@@ -162,7 +194,20 @@ class Engine:
         if bool(trouble) != bool(self.trouble) or self.trouble == NEW:
             say, event = (log.warning, "engine_down") if trouble else (log.info, "engine_up")
             say(event, role=self.role, engine=self.url, trouble=trouble, outstanding=self.outstanding)
+            self.is_apt = False  # it may be another engine when it comes back
         self.trouble, self.is_slow = trouble, is_slow
+
+    def lends(self, params: Params) -> None:
+        """Learn from the params of an answer.
+
+        An identity that comes back is no restart: the URL has several data-parallel ranks, and following needs one.
+        """
+        self.lends_once, identity = "asynckv" not in params, identity_of(params)
+        if identity and identity != self.identity and not self.is_several:
+            self.is_several = identity in self.earlier or len(self.earlier) >= MOST_IDENTITIES
+            self.identity, self.earlier = identity, self.earlier | {identity}
+            log.info("engine_identity", role=self.role, engine=self.url, has_ranks=self.is_several)
+        self.is_apt = bool(identity) and not self.is_several
 
     def late(self, text: str) -> None:
         """Note that a health check or a connect had no answer in time."""
@@ -186,6 +231,7 @@ class Engine:
             limit.reschedule(0)
 
     def fault(self, why: str, text: str, retry_after: str = "") -> EngineFault:
+        self.is_apt = False
         self.faults.add(why)
         self._faults.labels(self.role, self.url, why).inc()
         log.warning("engine_fault", role=self.role, engine=self.url, why=why, text=text)
@@ -223,14 +269,14 @@ class Engine:
         why = "overloaded" if status in (429, 503) else "failed" if status >= 500 else "garbage"
         return self.fault(why, f"answered with status {status}: {said}", _retry_after(retry_after))
 
-    async def first_event(self, answer: aiohttp.ClientResponse, hears: Callable[[], float]) -> bytes:
+    async def first_event(self, answer: aiohttp.ClientResponse, leg: Leg) -> bytes:
         """Read at least the first event of a stream, because vLLM sends status 200 before it knows of an error."""
         found, event = b"", b""
         if answer.content_type == "text/event-stream":
             while not event and len(found) < MOST_UNREAD and (piece := await answer.content.readany()):
-                self.heard = hears()
+                leg.hears()
                 found += piece
-                *whole, rest = found.replace(*BLANK[::-1]).split(BLANK[0])
+                *whole, rest = _events(found)
                 event = next((each for each in whole if not PREAMBLE.match(each)), b"")
             event = event or (b"" if PREAMBLE.match(rest) else rest) if found else b""
         if not event and len(found) < MOST_UNREAD:
@@ -243,10 +289,33 @@ class Engine:
         """Return the error that ended a stream, if any. The client has it, but log and metrics need it too."""
         if b"error" not in end and b"abort" not in end:
             return None
-        events = reversed(end.replace(*BLANK[::-1]).split(BLANK[0]))
+        events = reversed(_events(end))
         event = _data(next((each for each in events if each.strip() not in (b"", b"data: [DONE]")), b""))
         error = _error_in(event)
         return None if error is None else self.refusal(_code(error), event)
+
+
+class Leg:
+    """One request to an engine, for a client's request.
+
+    Attributes:
+        ticket: The name of the loan for decode engines that follow, which no error shows; empty if none does.
+        asking: Its time-out.
+        heard: Time at which the engine was asked, or last sent something.
+        is_writing: True while the client has to read, so that the engine is not waited for.
+    """
+
+    asking: asyncio.Timeout | None = None
+    is_waiting = is_writing = False
+
+    def __init__(self, engine: Engine, path: str, headers: dict[str, str], ticket: str = "") -> None:
+        self.engine, self.path, self.headers, self.ticket = engine, path, headers, ticket
+        self.heard = time.monotonic()
+
+    def hears(self) -> None:
+        """Note that data came."""
+        self.heard, self.is_waiting = time.monotonic(), False
+        self.engine.heard = self.heard
 
 
 class Attempt:
@@ -385,7 +454,8 @@ class Engines:
         self._outstanding.clear()
         told: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
         for it in (it for role in told for it in self.of(role)):
-            told[it.role].append({"engine": it.url, "trouble": it.trouble, "outstanding": it.outstanding})
+            seen = {"trouble": it.trouble, "outstanding": it.outstanding, "at_once": it.is_apt, "ahead": len(it.ahead)}
+            told[it.role].append({"engine": it.url, **seen})
             self._up.labels(it.role, it.url).set(not it.trouble)
             self._outstanding.labels(it.role, it.url).set(it.outstanding)
         return told
@@ -404,40 +474,38 @@ class Engines:
         which = "; ".join(f"{engine.url} {engine.trouble}" for engine in engines) or "none is known"
         raise Refused(503, f"no {role} engine is up: {which}", "no_engine")
 
-    def choose(self, role: str, avoid: Collection[str], lost: Collection[str] = ()) -> Engine:
+    def best(self, role: str, avoid: Collection[str], lost: Collection[str] = ()) -> Engine:
         """Return the least late engine with the fewest requests; one to avoid only if there is no other."""
 
         def cost(engine: Engine) -> tuple[bool, int, int, int]:
             late = engine.times_late if engine.is_slow else 0
             return engine.url in avoid, late, len(engine.working), engine.last_turn
 
-        chosen = min(self.up(role, lost), key=cost)
+        return min(self.up(role, lost), key=cost)
+
+    def choose(self, role: str, avoid: Collection[str], lost: Collection[str] = ()) -> Engine:
+        """Return the best engine, and note that it had its turn."""
+        chosen = self.best(role, avoid, lost)
         chosen.last_turn = next(self._turn)
         return chosen
 
     @contextlib.asynccontextmanager
     async def ask(
-        self,
-        engine: Engine,
-        job: Asking,
-        body: Any,
-        headers: Mapping[str, str] | None = None,
-        *,
-        within: aiohttp.ClientTimeout = NO_LIMIT,
+        self, leg: Leg, body: Any, headers: Mapping[str, str] | None = None, *, within: aiohttp.ClientTimeout = NO_LIMIT
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Ask an engine for an answer with status 200; leaving before the answer ends closes the connection."""
-        data = b"" if body is None else msgspec.json.encode(body)
+        engine, data = leg.engine, b"" if body is None else msgspec.json.encode(body)
         asking = self.session.request(
             "POST" if data else "GET",
-            engine.url + job.path,
+            engine.url + leg.path,
             # A small body is sent at once; a large one in parts, so that others get their turn.
             data=io.BytesIO(data) if len(data) > SMALL else data or None,
-            headers=job.headers if headers is None else {**job.headers, **headers},
+            headers=leg.headers if headers is None else {**leg.headers, **headers},
             timeout=within,
             allow_redirects=False,
         )
         asked.set(engine)
-        job.asking = limit = asyncio.timeout(None)
+        leg.asking = limit = asyncio.timeout(None)
         try:
             async with limit:
                 engine.working[limit] = ""
@@ -445,6 +513,7 @@ class Engines:
                     engine.heard = time.monotonic()
                     if answer.status != 200:
                         data = await engine.whole(answer, MOST_ERROR)
+                        data = data.replace(leg.ticket.encode(), b"...") if leg.ticket else data
                         raise engine.refusal(answer.status, data, answer.headers.get("Retry-After", ""))
                     yield answer
         except aiohttp.ClientConnectorError as exc:

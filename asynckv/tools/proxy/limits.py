@@ -21,11 +21,12 @@ class Limits:
 
     `max_requests` is there for memory: a request takes about 40 KiB, and its body until it ends.
 
-    Each request also needs a connection to an engine, so a third of the process's descriptors is a limit too. After
+    Each request also needs connections to two engines, so a third of the process's descriptors is a limit too. After
     `idle_s` a connection is closed if it has not sent a whole request, or does not read its answer.
     """
 
     attempts: int = _limit(3, min=1)
+    ahead: int = _limit(32, min=0)
     connect_s: float = _limit(2.0)
     prefill_s: float = _limit(120.0)
     silence_s: float = _limit(300.0)

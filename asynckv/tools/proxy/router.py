@@ -4,12 +4,17 @@ To its clients the router looks like one engine. A prefill engine computes the p
 `kv_transfer_params`, which locate the KV cache. A decode engine gets the client's request with these params, fetches
 the KV cache, and generates. Its answer is passed on unchanged, piece by piece as it arrives.
 
+Both legs leave at once if both engines said that they can (`Engine.is_apt`). The decode leg names the prefill engine
+and a ticket, which the prefill leg brings, and waits for the offer (`Router._follow`).
+
 The router stores only counts. One loop, `Router._route`, handles all faults:
 
 - Until the first piece was passed on, a request can be retried: if an engine is unreachable, dies, falls silent or
   answers with an error, another engine is tried if there is one. Params are good for one use. They can be reused if the
   decode engine was not reached, or had no room; after any other fault the prompt is computed again.
 - An engine without room is not asked twice: if there is no other, the client is told when to come back.
+- If the prefill leg brings no offer, the decode leg that follows it ends, unless it has sent its first piece.
+- Until the prefill leg has answered, only the prefill leg can be late, because a follower has nothing to say.
 - If no answer came of params, the prefill engine is asked to take its KV cache back (`Router._give_back`).
 - If two engines were lost with a request, the request may be the cause, so it is not tried on a third.
 - If no prefill is available or its KV cache cannot be used (`CAUSES`), a decode engine computes the prompt itself.
@@ -27,9 +32,10 @@ import contextlib
 import itertools
 import math
 import resource
+import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -41,7 +47,17 @@ import structlog
 from aiohttp import ClientResponse, ClientTimeout
 
 from asynckv.edges.aside import Aside
-from asynckv.tools.proxy.engines import BLANK, MOST_WHOLE, Engine, EngineFault, Engines
+from asynckv.tools.proxy.engines import (
+    BLANK,
+    MOST_WHOLE,
+    Engine,
+    EngineFault,
+    Engines,
+    Leg,
+    Params,
+    follows,
+    identity_of,
+)
 from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.server import COMPLETIONS, Refused, errors_as_json, serving, told_to_stop
 from asynckv.tools.proxy.sources import Sources
@@ -86,8 +102,36 @@ LATE_S, LOOKS = 0.2, 5
 is cut off just when it lends holds the blocks until the lease ends."""
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
-Params = dict[str, msgspec.Raw]
 log = structlog.get_logger()
+
+
+class Loan(Leg):
+    """The prefill leg, and the KV cache that it lends.
+
+    Attributes:
+        identity: The engine that the decode leg follows.
+        task: Asks for the params.
+        follower: Expires if the decode leg is to end; None if no decode leg follows, or it has sent its first piece.
+        is_read: True once a decode engine generates from the KV cache.
+    """
+
+    identity: bytes
+    task: asyncio.Task[Params]
+    follower: asyncio.Timeout | None = None
+    is_read = False
+
+    @property
+    def params(self) -> Params | None:
+        """Location of the KV cache, once the engine has answered."""
+        is_answered = self.task.done() and not self.task.cancelled() and self.task.exception() is None
+        return self.task.result() if is_answered else None
+
+    def reads(self) -> None:
+        """Note the first piece of the decode leg, which the prefill leg cannot end any more."""
+        self.is_read = True
+        if self.follower is not None:
+            self.follower.reschedule(None)
+            self.follower = None
 
 
 class Job:
@@ -96,10 +140,9 @@ class Job:
     Attributes:
         headers: Headers for engines: the client's credentials and trace, and the request id of all logs.
         body: The fields of the request as they came; `asked` has those that are `LOOKED_AT`.
-        params: Location of the KV cache, as given by the prefill engine `lender`.
-        asking: Time-out of the current request to an engine.
-        heard: Time at which the engine was asked, or last sent something.
-        is_writing: True while the client has to read, so that the engine is not waited for.
+        loan: The prefill leg, until its params are given back.
+        decoding: The newest decode leg.
+        is_shared: True if several answers need the KV cache.
         failure: The error that ended the engine's stream.
         avoid: URLs of engines that failed the request; `lost` has those that were lost while they worked on it.
         limit: Time-out of the request; it expires only while the router stops.
@@ -114,12 +157,9 @@ class Job:
         self.asked: dict[str, Any] = {}
         self.body_bytes = 0
         self.notes: dict[str, Any] = {}
-        self.params: Params | None = None
-        self.lender: Engine | None = None
-        self.is_alone = False
-        self.engine: Engine | None = None
-        self.asking: asyncio.Timeout | None = None
-        self.heard, self.is_waiting, self.is_writing = self.began, False, False
+        self.loan: Loan | None = None
+        self.decoding: Leg | None = None
+        self.is_alone = self.is_shared = False
         self.failure: Refused | None = None
         self.avoid: set[str] = set()
         self.lost: set[str] = set()
@@ -128,17 +168,17 @@ class Job:
         self.headers = {"X-Request-Id": self.id, "Content-Type": "application/json", "Accept-Encoding": "identity"}
         self.headers |= {name: request.headers[name] for name in PASSED_ON if name in request.headers}
 
-    def asks(self, engine: Engine) -> None:
-        self.engine, self.notes[engine.role] = engine, engine.url
-        self.hears()
+    @property
+    def leg(self) -> Leg | None:
+        """The leg that is waited for."""
+        return self.loan if self.loan is not None and not self.loan.task.done() else self.decoding
 
-    def hears(self) -> float:
-        """Note that data came, or that a step begins; return the time."""
-        self.heard, self.is_waiting = time.monotonic(), False
-        return self.heard
+    @property
+    def heard(self) -> float:
+        return self.began if self.leg is None else self.leg.heard
 
     def seen(self) -> dict[str, Any]:
-        engine = self.engine.url if self.engine is not None else ""
+        engine = self.leg.engine.url if self.leg is not None else ""
         silent_s, age_s = (round(time.monotonic() - since, 1) for since in (self.heard, self.began))
         return {"id": self.id, "engine": engine, "silent_s": silent_s, "age_s": age_s}
 
@@ -245,9 +285,8 @@ class Router:
         )
         for cause in CAUSES:
             self._decode_only.labels(cause)
-        text = "Seconds until prefill, first event and end."
-        seconds = prometheus.Histogram("pd_proxy_seconds", text, ["until"], buckets=BUCKETS, **at)
-        self._seconds = {until: seconds.labels(until).observe for until in ("prefill", "first", "end")}
+        text = "Seconds until prefill, first event and end, by the way of the two legs: at_once, in_turn, or alone."
+        self._seconds = prometheus.Histogram("pd_proxy_seconds", text, ["until", "way"], buckets=BUCKETS, **at)
         in_flight = prometheus.Gauge("pd_proxy_in_flight", "Requests in flight.", **at)
         in_flight.set_function(lambda: len(self._jobs))
         self._jobs: set[Job] = set()
@@ -284,13 +323,13 @@ class Router:
         while True:
             await asyncio.sleep(min(1.0, self._warn_s / 2, limits.prefill_s / 8, limits.silence_s / 8))
             for job in self._jobs:
-                engine, waited_s = job.engine, time.monotonic() - job.heard
-                if engine is None or job.is_writing or not (engine.role == "prefill" or job.asked.get("stream")):
+                if (leg := job.leg) is None or leg.is_writing or not (leg is job.loan or job.asked.get("stream")):
                     continue
+                engine, waited_s = leg.engine, time.monotonic() - leg.heard
                 if waited_s > (limits.prefill_s if engine.role == "prefill" else limits.silence_s):
-                    engine.end(job.asking, "timeout")
-                elif waited_s > self._warn_s and not job.is_waiting:
-                    job.is_waiting = True
+                    engine.end(leg.asking, "timeout")
+                elif waited_s > self._warn_s and not leg.is_waiting:
+                    leg.is_waiting = True
                     log.warning("request_waits", role=engine.role, trouble=engine.trouble, **job.seen())
 
     async def _drain(self, app: web.Application) -> None:
@@ -310,8 +349,9 @@ class Router:
                 job.limit.reschedule(self._ends)
 
     async def _models(self, request: web.Request) -> web.Response:
-        job, engine = Job(request), self.engines.choose("decode", ())
-        async with self.engines.ask(engine, job, None, within=ClientTimeout(self._limits.connect_s)) as answer:
+        engine = self.engines.choose("decode", ())
+        leg = Leg(engine, request.path, Job(request).headers)
+        async with self.engines.ask(leg, None, within=ClientTimeout(self._limits.connect_s)) as answer:
             return web.Response(body=await engine.whole(answer), content_type="application/json")
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -411,10 +451,12 @@ class Router:
         spent = 0
         for job.notes["attempts"] in itertools.count(1):
             try:
-                if job.lender is None and not job.is_alone:
-                    self.engines.up("decode", job.lost)  # otherwise the prefill would be wasted
-                    await self._prefill(job)
-                return await self._decode(self.engines.choose("decode", job.avoid, job.lost), job)
+                if job.loan is None and not job.is_alone:
+                    self._borrow(job)
+                if (followed := await self._follow(job)) is not None:
+                    return followed
+                params = await self._params(job)
+                return await self._decode(self.engines.choose("decode", job.avoid, job.lost), job, params)
             except EngineFault as fault:
                 why, engine = fault.why, fault.engine
                 job.lost |= {engine.url} if why in LOST else set()
@@ -426,14 +468,14 @@ class Router:
                 is_free = why in UNTOUCHED and self.engines.is_up(engine.role, job.avoid)
                 spent += not is_free
                 # If a decode engine can compute the prompt instead, that is one more attempt.
-                is_of_transfer = engine.role == "prefill" or (why in OF_TRANSFER and job.params is not None)
+                is_of_transfer = engine.role == "prefill" or (why in OF_TRANSFER and job.loan is not None)
                 is_last = not is_free and (spent >= self._limits.attempts or why in ("timeout", "overloaded"))
                 if job.stream is not None or (is_last and not (is_of_transfer and self._is_computed)):
                     raise
                 self._retried.labels(why).inc()
-                if why in OF_TRANSFER and job.lender is not None:
-                    job.avoid.add(job.lender.url)
-                if why not in UNTOUCHED or engine is job.lender:
+                if why in OF_TRANSFER and job.loan is not None:
+                    job.avoid.add(job.loan.engine.url)
+                if why not in UNTOUCHED or engine.role == "prefill":
                     self._give_back(job)  # the params may be used up
                 if is_last:
                     self._leave_alone(job, "prefill_failed" if engine.role == "prefill" else "transfer_failed")
@@ -441,18 +483,25 @@ class Router:
 
     def _leave_alone(self, job: Job, cause: str) -> None:
         """Let a decode engine compute the prompt too."""
-        job.is_alone, job.lender, job.params = True, None, None
-        job.notes["decode_only"] = cause
+        self._give_back(job)
+        job.is_alone = True
+        job.notes |= {"decode_only": cause, "way": "alone"}
         self._decode_only.labels(cause).inc()
 
     def _give_back(self, job: Job) -> None:
-        """Forget params, and ask the engine that gave them to take its KV cache back; otherwise its lease would expire.
+        """Forget a loan, and end its prefill leg, or ask the engine to take its KV cache back before the lease expires.
 
         This is right even if a decode engine reads the KV cache, because the first reader keeps all others out. Only
         asynckv's params can be given back by a request that does not read.
         """
-        engine, params, job.lender, job.params = job.lender, job.params, None, None
-        if engine is not None and params is not None and "asynckv" in params:
+        loan, job.loan = job.loan, None
+        if loan is not None and not loan.task.done():
+            self._give(self._give_back_later(job, loan))
+        elif loan is not None and not loan.is_read:
+            self._tell(job, loan)
+
+    def _tell(self, job: Job, loan: Loan) -> None:
+        if "asynckv" in (params := loan.params or {}):
             short: dict[str, Any] = {"prompt": "x", "max_tokens": 1}
             if job.path == COMPLETIONS[1]:
                 short = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
@@ -460,92 +509,139 @@ class Router:
                 short = {"input": "x", "max_output_tokens": 1, "store": False}
             short |= {name: job.body[name] for name in ("model",) if name in job.body}
             short["kv_transfer_params"] = params | {"do_remote_prefill": None, "give_back": True}
-            self._give(self.engines.tell(engine, job.path, job.headers, short))
+            self._give(self.engines.tell(loan.engine, job.path, job.headers, short))
 
     def _give(self, work: Coroutine[Any, Any, None]) -> None:
         task = self.engines.spawn(work)
         self._giving.add(task)
         task.add_done_callback(self._giving.discard)
 
-    async def _give_back_later(self, job: Job, engine: Engine, asking: asyncio.Task[Params | None]) -> None:
-        """Wait a little for the prefill of a client that has left, because its answer may be here, but not read yet."""
+    async def _give_back_later(self, job: Job, loan: Loan) -> None:
+        """Wait a little for a prefill leg that is not needed any more, because its answer may be here, but not read."""
         try:
             for _ in range(LOOKS):
-                await asyncio.wait([asking], timeout=LATE_S)
-            if asking.done() and not asking.cancelled() and asking.exception() is None:
-                job.lender, job.params = engine, asking.result()
-                self._give_back(job)
+                await asyncio.wait([loan.task], timeout=LATE_S)
+            if loan.task.done():
+                self._tell(job, loan)
         finally:
-            asking.cancel()
+            loan.task.cancel()
 
-    async def _prefill(self, job: Job) -> None:
+    def _borrow(self, job: Job) -> None:
+        """Begin the prefill leg; it brings a ticket if a decode leg can leave at once."""
+        decode = self.engines.best("decode", job.avoid, job.lost)  # without one the prefill would be wasted
         try:
             engine = self.engines.choose("prefill", job.avoid, job.lost)
         except Refused:
             if not self._is_computed:
                 raise
             return self._leave_alone(job, "no_prefill_engine")
-        is_shared = any(job.asked.get(name) not in (None, 1) for name in ("n", "best_of"))
-        if is_shared and engine.lends_once:
+        job.is_shared = any(job.asked.get(name) not in (None, 1) for name in ("n", "best_of"))
+        if job.is_shared and engine.lends_once:
             return self._leave_alone(job, "n")
-        job.lender = engine
-        job.asks(engine)
-        asking = asyncio.create_task(self._ask_for_params(engine, job))
-        try:
-            params = await asyncio.shield(asking)
-        except asyncio.CancelledError:
-            self._give(self._give_back_later(job, engine, asking))
-            raise
-        self._passed("prefill", job)
-        if not params:
-            return self._leave_alone(job, "no_params")
-        # Several answers read several times, but an owner other than asynckv may free the blocks after the first read.
-        engine.lends_once = "asynckv" not in params
-        if is_shared and engine.lends_once:
-            return self._leave_alone(job, "n")
-        job.params = params
+        ticket = secrets.token_hex(16) if engine.is_apt and self._may_follow(decode) else ""
+        job.notes |= {"prefill": engine.url, "way": "at_once" if ticket else "in_turn"}
+        job.loan = loan = Loan(engine, job.path, job.headers, ticket)
+        loan.identity, loan.task = engine.identity, asyncio.create_task(self._ask_for_params(job, loan))
+        loan.task.add_done_callback(lambda _: self._prefilled(job, loan))
 
-    async def _ask_for_params(self, engine: Engine, job: Job) -> Params | None:
+    def _may_follow(self, engine: Engine) -> bool:
+        return engine.is_apt and len(engine.ahead) < self._limits.ahead
+
+    def _prefilled(self, job: Job, loan: Loan) -> None:
+        """Let a decode leg that follows go on, or end it if the prefill leg has no offer for it."""
+        is_offered = loan.params is not None and identity_of(loan.params) == loan.identity
+        loan.is_read &= is_offered or not loan.ticket
+        if job.decoding is not None:
+            job.decoding.engine.ahead.discard(loan)
+            job.decoding.heard = time.monotonic()  # from now on it can be late
+        if loan.follower is not None and not is_offered:
+            loan.follower.reschedule(0)
+
+    async def _follow(self, job: Job) -> web.StreamResponse | None:
+        """Send a decode leg while the prefill leg goes on; return None if none can follow, or no offer will come."""
+        if (loan := job.loan) is None or not loan.ticket or loan.task.done():
+            return None
+        if not self._may_follow(self.engines.best("decode", job.avoid, job.lost)):
+            return None
+        engine = self.engines.choose("decode", job.avoid, job.lost)
+        follow = {"ticket": loan.ticket, **msgspec.json.decode(loan.identity, type=Params)}
+        engine.ahead.add(loan)
+        limit = loan.follower = asyncio.timeout(None)
+        try:
+            async with limit:
+                return await self._decode(engine, job, {"do_remote_prefill": True, "asynckv_follow": follow})
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            if loan.params:
+                self._retried.labels("identity").inc()
+            return None
+        finally:
+            engine.ahead.discard(loan)
+            loan.follower = None
+
+    async def _params(self, job: Job) -> Params | None:
+        """Wait for the prefill leg, and return its params; None for a request that is left alone."""
+        if (loan := job.loan) is None:
+            return None
+        params = await asyncio.shield(loan.task)
+        job.notes["way"] = "in_turn"
+        if params and not (job.is_shared and loan.engine.lends_once):
+            return params
+        self._leave_alone(job, "n" if params else "no_params")
+        return None
+
+    async def _ask_for_params(self, job: Job, loan: Loan) -> Params:
+        engine, ticket = loan.engine, {"asynckv_ticket": loan.ticket} if loan.ticket else {}
         body = {name: value for name, value in job.body.items() if name not in OF_GENERATION}
         body |= {"max_completion_tokens": 1} if "max_completion_tokens" in body else {}
         body |= {"max_output_tokens": 1, "store": False} if job.path == RESPONSES else {"max_tokens": 1}
-        body |= {"stream": False, "kv_transfer_params": {"do_remote_decode": True}}
-        async with self.engines.ask(engine, job, body) as answer:
-            params = engine.decoded(await engine.whole(answer)).get("kv_transfer_params")
+        body |= {"stream": False, "kv_transfer_params": {"do_remote_decode": True, **ticket}}
+        async with self.engines.ask(loan, body) as answer:
+            told = engine.decoded(await engine.whole(answer)).get("kv_transfer_params")
+        self._passed("prefill", job)
         with contextlib.suppress(msgspec.MsgspecError):  # it is not an object
-            return None if params is None else msgspec.json.decode(params, type=Params)
-        return None
+            if params := msgspec.json.decode(told or b"{}", type=Params):
+                engine.lends(params)
+                return params
+        return {}
 
-    async def _decode(self, engine: Engine, job: Job) -> web.StreamResponse:
-        job.asks(engine)
-        body = job.body | ({"kv_transfer_params": job.params} if job.params else {})
+    async def _decode(self, engine: Engine, job: Job, params: Mapping[str, Any] | None) -> web.StreamResponse:
+        job.decoding = leg = Leg(engine, job.path, job.headers, job.loan.ticket if job.loan is not None else "")
+        job.notes["decode"] = engine.url
+        if params and not params.keys().isdisjoint(("asynckv_offers", "asynckv_follow")):
+            params = {**params, "asynckv_ask": True}
+        body = job.body | ({"kv_transfer_params": params} if params else {})
         rank = {RANK: job.request.headers[RANK]} if RANK in job.request.headers else {}
-        async with self.engines.ask(engine, job, body, rank) as answer:
+        async with self.engines.ask(leg, body, rank) as answer:
+            is_whole = False
             headers = {"Content-Type": answer.headers.get("Content-Type", ""), "X-Request-Id": job.id}
             if job.asked.get("stream"):
-                piece = await engine.first_event(answer, job.hears)
+                piece = await engine.first_event(answer, leg)
                 self._passed("first", job)
-            elif len(piece := await engine.head(answer)) <= MOST_WHOLE:
+            elif is_whole := len(piece := await engine.head(answer)) <= MOST_WHOLE:
                 engine.decoded(piece)
-                job.params = None
+                engine.is_apt |= follows(piece)
+            if job.loan is not None:
+                job.loan.reads()
+            if is_whole:
                 return web.Response(body=piece, headers=headers)
-            job.params = None  # the engine generates, so it has read them
             job.stream = web.StreamResponse(headers=headers)
             try:
                 await job.stream.prepare(job.request)
-                await self._pass_on(engine, job, job.stream, answer, piece)
+                await self._pass_on(leg, job, job.stream, answer, piece)
                 await job.stream.write_eof()
             except ConnectionError as exc:
                 raise asyncio.CancelledError from exc  # the client has disconnected
             return job.stream
 
     async def _pass_on(
-        self, engine: Engine, job: Job, response: web.StreamResponse, answer: ClientResponse, piece: bytes
+        self, leg: Leg, job: Job, response: web.StreamResponse, answer: ClientResponse, piece: bytes
     ) -> None:
         """Pass an answer on as it arrives: a stream by whole events, so that an error can follow."""
-        is_stream, rest, end = job.asked.get("stream"), b"", b""
+        engine, is_stream, rest, end = leg.engine, job.asked.get("stream"), b"", b""
         while piece:
-            engine.heard = job.hears()
+            leg.hears()
             rest = rest + piece if rest else piece
             cut = len(rest)
             if is_stream and not rest.endswith(BLANK):
@@ -553,9 +649,10 @@ class Router:
             if cut:
                 whole, rest = rest[:cut], rest[cut:]
                 end = end if whole == DONE else whole
-                job.is_writing = True
+                engine.is_apt |= follows(whole, is_stream=True)
+                leg.is_writing = True
                 await response.write(whole)
-                job.is_writing = False
+                leg.is_writing = False
             elif len(rest) > MOST_EVENT:
                 raise engine.fault("garbage", f"sent an event of more than {MOST_EVENT >> 20} MiB")
             piece = await answer.content.readany()
@@ -567,7 +664,7 @@ class Router:
     def _passed(self, until: str, job: Job) -> None:
         seconds = time.monotonic() - job.began
         job.notes[f"{until}_s"] = round(seconds, 4)
-        self._seconds[until](seconds)
+        self._seconds.labels(until, job.notes.get("way", "none")).observe(seconds)
 
 
 class Threads(Aside, ThreadPoolExecutor):
