@@ -135,6 +135,15 @@ async def synchronize(*events: Event) -> None:
             await anyio.to_thread.run_sync(event.synchronize, abandon_on_cancel=True)
 
 
+def stream_event() -> Event:
+    """Record an event behind the work that this thread's current stream has so far."""
+    import torch
+
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream())
+    return event
+
+
 class CudaMirror:
     """A GPU's memory with a copy on the host, which code of the host can fill and compare."""
 

@@ -27,9 +27,11 @@ from vllm.config import CacheConfig, KVTransferConfig, ObservabilityConfig, Para
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.tracing import maybe_init_worker_tracer
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+from vllm.v1.request import RequestStatus
 
 from scripts.bench.versus.vllm_side import free_port
 from tests.lab.offload_audit import audit
@@ -320,8 +322,16 @@ class Process:
             "faults": now.ru_minflt - before.ru_minflt,
         }
 
-    def sleep(self) -> None:
-        self.core.sleep(1)
+    def sleep(self, mode: str = "abort") -> None:
+        """Go to sleep as `EngineCoreProc` does, which steps on until it has no work."""
+        scheduler = self.core.scheduler
+        if mode == "abort":
+            scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        scheduler.set_pause_state(PauseState.PAUSED_ALL if mode == "keep" else PauseState.PAUSED_NEW)
+        while scheduler.has_requests() or self.core.batch_queue:
+            self._step()
+        self.core._finish_pause(clear_cache=True)
+        self.core.model_executor.sleep(1)
 
     def wake(self) -> None:
         self.core.wake_up()

@@ -20,6 +20,7 @@ from asynckv.embed.orders import Order
 CORES = os.sched_getaffinity(0)
 
 from vllm.config import CacheConfig, KVTransferConfig  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorWorkerMetadata  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes  # noqa: E402
@@ -224,11 +225,16 @@ class Side:
         self.scheduler.finish_requests(request_id, status)
 
     def step(
-        self, loaded: Collection[str] = (), failed: Collection[str] = (), sent: Collection[str] = (), token: int = 7
+        self,
+        loaded: Collection[str] = (),
+        failed: Collection[str] = (),
+        sent: Collection[str] = (),
+        token: int = 7,
+        reports: Any = None,
     ) -> Told:
         """One step: what the workers report comes with its output. Failed loads are loads, too."""
         out = self.scheduler.schedule()
-        return self.finish(out, loaded, failed, sent, token)
+        return self.finish(out, loaded, failed, sent, token, reports)
 
     def finish(
         self,
@@ -237,6 +243,7 @@ class Side:
         failed: Collection[str] = (),
         sent: Collection[str] = (),
         token: int = 7,
+        reports: Any = None,
     ) -> Told:
         ids = list(out.num_scheduled_tokens)
         sampled = []
@@ -249,11 +256,15 @@ class Side:
         output = ModelRunnerOutput(
             req_ids=ids, req_id_to_index={each: i for i, each in enumerate(ids)}, sampled_token_ids=sampled
         )
-        if loaded or failed or sent:
+        if reports is not None and (parts := getattr(self.connector, "_connectors", ())):
+            ours = [reports if type(each).__name__ == "AsyncKVConnector" else None for each in parts]
+            reports = MultiKVConnectorWorkerMetadata(tuple(ours))
+        if loaded or failed or sent or reports:
             output.kv_connector_output = KVConnectorOutput(
                 finished_sending=set(sent) or None,
                 finished_recving={*loaded, *failed} or None,
                 failed_recving=set(failed),
+                kv_connector_worker_meta=reports,
             )
         for each in (self.scheduler.update_from_output(out, output) or {}).values():
             for one in each.outputs:

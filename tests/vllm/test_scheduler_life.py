@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from asynckv.embed.orders import Announce, Cancel, Lend, Order, Pull
+from asynckv.embed.orders import Announce, Cancel, Failed, Follow, Lend, Offer, Order, Pull, WithdrawTicket
+from asynckv.errors import NoOffer
 from asynckv.hashes import token_hashes
+from asynckv.integrations.vllm.handover import FollowReports
 from asynckv.integrations.vllm.scheduler import HASH_TOKENS
 from asynckv.scheduler import PrefillRanks
 from tests.vllm.schedulers import DENSE, HYBRID, MIXED, STATES, WINDOW, Group, Side
@@ -61,6 +63,13 @@ class Life:
         """Loads of the other connector."""
         self.num_added = 0
         self.families: list[tuple[list[int], dict[str, Any]]] = []
+        self.tickets: dict[str, tuple[list[int], int]] = {}
+        """Prompts that are followed, and how many tokens of each are lent in the end."""
+        self.followers: set[str] = set()
+        self.brought: set[str] = set()
+        self.waits: list[tuple[str, str]] = []
+        """What each of two workers follows and has not reported yet: name and ticket."""
+        self.offered: dict[str, dict[str, Any]] = {}
         self.is_dense = len(groups) == 1
 
     def prompt(self) -> list[int]:
@@ -72,16 +81,26 @@ class Life:
     def add(self) -> None:
         self.num_added += 1
         kind = self.chance.choice(
-            ["plain", "fetch", "fetch", "fetch", "sibling", "prefill", "both", "junk", "logprobs"]
+            ["plain", "fetch", "fetch", "follow", "follow", "sibling", "prefill", "both", "junk", "logprobs"]
         )
         name = f"{'shelf' if self.chance.random() < 0.3 else 'r'}{self.num_added}"
         prompt, most, fields = self.prompt(), self.chance.choice([1, 1, 2, 5, 30]), dict[str, Any]()
         params: Any = None
-        if kind in ("fetch", "both", "logprobs"):
+        if kind in ("fetch", "both", "logprobs", "follow"):
             num_tokens = max(
                 1, len(prompt) - (0 if self.is_dense else 1) + self.chance.choice([0, 0, 0, 0, -1, -20, 7])
             )
-            params = lent(self.groups, num_tokens, prompt)
+            if kind == "follow" or self.chance.random() < 0.1:
+                ticket = f"{self.num_added:032x}"
+                self.tickets[ticket] = prompt, num_tokens
+                follow = {
+                    "ticket": ticket,
+                    "engine_id": "prefill",
+                    "endpoints": lent(self.groups, 1, [1])["asynckv"]["endpoints"],
+                }
+                params = {"do_remote_prefill": True, "asynckv_follow": follow}
+            else:
+                params = lent(self.groups, num_tokens, prompt)
             self.families.append((prompt, params))
         elif kind == "sibling" and self.families:
             prompt, params = self.chance.choice(self.families[-6:])
@@ -89,12 +108,17 @@ class Life:
             params["do_remote_prefill"] = True
         elif kind == "prefill":
             params, most = {"do_remote_decode": True, "remote_block_ids": None}, self.chance.choice([1, 1, 1, 5])
+            if self.chance.random() < 0.5:
+                params["asynckv_ticket"] = f"{self.num_added - self.chance.choice([0, 0, 1]):032x}"
+                self.brought.add(params["asynckv_ticket"])
         elif kind == "junk":
             params = {"do_remote_prefill": True, "asynckv": self.chance.choice([None, 3, {"key": []}, [1]])}
         if kind == "both":
             params["do_remote_decode"] = True
         if kind == "logprobs":
             fields["prompt_logprobs"] = 1
+        if isinstance(params, dict) and "asynckv_follow" in params:
+            self.followers.add(name)
         self.side.add(name, prompt, params, most, **fields)
         if self.chance.random() < 0.08:
             self.side.abort(name)  # rejected before it was admitted
@@ -133,7 +157,25 @@ class Life:
                 loaded.add(name)
         if self.chance.random() < 0.1:
             self.abort()  # while the step runs
-        self.side.finish(out, loaded, failed, sent)
+        self.side.finish(out, loaded, failed, sent, reports=self.report(patience / 3))
+
+    def report(self, patience: float) -> FollowReports:
+        """What two workers report of what they follow: in any order, offers and refusals, and late ones."""
+        reports = FollowReports([], [])
+        for one in list(self.waits):
+            if self.chance.random() < patience:
+                self.waits.remove(one)
+                name, ticket = one
+                reason = self.chance.choice(["", "", "", "withdrawn", "no_offer"])
+                if reason:
+                    reports.not_offered.append(Failed(name, NoOffer("no", reason=reason, failed_in="follow")))
+                if not reason or self.chance.random() < 0.2:
+                    prompt, num_tokens = self.tickets[ticket]
+                    params = self.offered.get(ticket)
+                    if params is None:
+                        params = self.offered[ticket] = lent(self.groups, num_tokens, prompt)["asynckv"]
+                    reports.offered.append(Offer(name, params, is_late=bool(reason)))
+        return reports
 
     def note(self, orders: Any) -> None:
         for order in orders:
@@ -143,11 +185,15 @@ class Life:
                 self.pulling.append(order.request_id)
             elif isinstance(order, Lend):
                 self.lent.append(str(order.params["request_id"]))
+            elif isinstance(order, Follow):
+                assert order.request_id not in [name for name, _ in self.waits]
+                self.waits += [(order.request_id, order.follow["ticket"])] * 2
 
     def check(self) -> None:
         """Every key was read or given back once, unless a read failed; what a request was told came in sequence."""
         ending = [o for o in self.orders if isinstance(o, Pull | Cancel) and o.params is not None]
         ends = Counter(str(order.params["key"]) for order in ending if order.params is not None)
+        assert {str(params["key"]) for params in self.offered.values()} <= set(ends)
         # Another request may try after one that has failed; the ranks that lend decide.
         tried = {str(o.params["key"]) for o in self.orders if isinstance(o, Pull) and o.request_id in self.failed}
         assert {key for key, count in ends.items() if count > 1} <= tried
@@ -156,9 +202,11 @@ class Life:
         for i, order in enumerate(self.orders):
             if isinstance(order, Announce):
                 assert i < where[order.request_id]
-            elif isinstance(order, Cancel) and order.params is None:
+            elif isinstance(order, Cancel) and order.params is None and order.request_id not in self.followers:
                 assert i > where[order.request_id]
                 assert order.request_id in pulled
+        carried = [order.ticket for order in self.orders if isinstance(order, Lend | WithdrawTicket) and order.ticket]
+        assert sorted(carried) == sorted(self.brought)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -191,18 +239,19 @@ def live(side: Side, groups: tuple[Group, ...], seed: int, num_steps: int = 120)
         if not side.is_idle():
             life.step()
     for _ in range(3000):
-        if side.is_idle():
+        if side.is_idle() and not life.waits:
             break
         life.step(patience=0.8)
     assert side.is_idle()
     life.check()
     assert not life.pulling
     assert not life.lent
+    assert not life.waits
     assert not side.half.has_orders
     assert len(side.half.pulls) == 0
     assert side.scheduler.requests == {}
     assert side.num_free() == side.free_blocks
-    assert {Pull, Cancel, Lend} <= {type(order) for order in life.orders}
+    assert {Pull, Cancel, Lend, Follow} <= {type(order) for order in life.orders}
     return life
 
 

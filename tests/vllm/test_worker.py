@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,10 +21,19 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from asynckv import PrefillRanks
 from asynckv.edges.survivor.process import ServingPlane
-from asynckv.embed import Announce, Cancel, Failed, Finished, Lend, Pull
-from asynckv.errors import BlocksRetired, ConfigError, LocalProtocolError, PeerUnreachable, ReadFailed
+from asynckv.embed import Announce, Cancel, Failed, Finished, Follow, Lend, Offer, Pull, WithdrawTicket
+from asynckv.errors import (
+    BlocksRetired,
+    ConfigError,
+    EngineClosed,
+    LocalProtocolError,
+    NoOffer,
+    PeerUnreachable,
+    ReadFailed,
+)
 from asynckv.geometry.pairing import Padding
-from asynckv.integrations.vllm.handover import StepOrders
+from asynckv.integrations.vllm.connector import AsyncKVConnector
+from asynckv.integrations.vllm.handover import FollowReports, StepOrders
 from asynckv.integrations.vllm.options import Options
 from asynckv.integrations.vllm.worker import WorkerHalf, unpinned
 from asynckv.results import LeaseEnd, PullResult
@@ -43,6 +54,8 @@ class Worker:
         self.sent: list[str] = []
         self.received: list[str] = []
         self.failed: list[str] = []
+        self.offered: list[Offer] = []
+        self.not_offered: list[Failed] = []
 
     def step(self, *orders: Any) -> None:
         """As vLLM does it: orders, then results."""
@@ -55,6 +68,9 @@ class Worker:
         self.sent += results.finished_sending
         self.received += results.finished_recving
         self.failed += results.failed_recving
+        if (reports := self.half.take_reports()) is not None:
+            self.offered += reports.offered
+            self.not_offered += reports.not_offered
 
     def until(self, is_so: Callable[[], bool]) -> None:
         """Make empty steps until something is so, and a few more: nothing may be told twice."""
@@ -457,8 +473,10 @@ def test_of_replicas_the_first_alone_has_an_engine(tmp_path: Path, tp: int, pcp:
             assert layout is not None
             places.append((address.endpoint["tp_rank"], layout.tp_size, str(layout.shard(0))))
         else:
-            half.start_load(StepOrders([Lend({"request_id": "a"}), Cancel("b", {})]))
+            follow, gone = Follow("c", {"ticket": TICKET}), WithdrawTicket(TICKET)
+            half.start_load(StepOrders([Lend({"request_id": "a"}, ticket=TICKET), Cancel("b", {}), follow, gone]))
             assert half.take_results().finished_sending == {"a"}
+            assert half.take_reports() is None  # another worker tells
             assert not half.take_results().finished_sending
         half.shutdown()
     assert ports == set(range(tp * pcp))
@@ -510,6 +528,144 @@ def test_vllm_allocates_host_caches_where_a_process_of_nixls_own_can_map_them(tm
         assert half.address() is not None
     finally:
         half.shutdown()
+
+
+# -- tickets ------------------------------------------------------------------------------------------------
+
+TICKET = "0123456789abcdef" * 2
+
+
+def followed(prefill: Worker, ticket: str = TICKET) -> dict[str, Any]:
+    """What a router gives a decode engine to follow."""
+    params = group_params(prefill, "any", [1])
+    return {"ticket": ticket, **{name: params[name] for name in ("engine_id", "tp_size", "pp_size", "endpoints")}}
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_ticket_is_followed_until_its_request_is_lent(make: Make, is_early: bool) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    params = group_params(prefill, "p", [3, 4])
+    if not is_early:
+        prefill.step(Lend(params, ticket=TICKET))
+    decode.step(Follow("d", followed(prefill)))
+    if is_early:
+        prefill.until(lambda: bool(counters(prefill).get("received.follow")))
+        assert not decode.offered
+        prefill.step(Lend(params, ticket=TICKET))
+    decode.until(lambda: bool(decode.offered))
+    (offer,) = decode.offered
+    assert (offer.request_id, offer.params["key"]) == ("d", list(params["key"]))
+    decode.step(Pull(request_id="d", groups=[(0, [6, 5])], params=offer.params))
+    decode.until(lambda: decode.received == ["d"])
+    prefill.until(lambda: prefill.sent == ["p"])
+    assert decode.half.take_reports() is None
+    assert len(decode.offered) == 1
+    assert not decode.not_offered
+
+
+def counters(worker: Worker) -> Mapping[str, int]:
+    assert worker.half._thread is not None
+    return worker.half._thread.statistics(0.0).counters
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "refused", "asleep", "closed"])
+def test_a_ticket_that_is_not_offered_is_told_once(make: Make, how: str) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    if how == "closed":
+        assert decode.half._thread is not None
+        decode.half._thread.close()
+    if how == "asleep":
+        decode.half.unregister_kv_caches()
+    if how == "closed":
+        with pytest.raises(EngineClosed):
+            decode.step(Follow("d", followed(prefill)))
+        return
+    decode.step(Follow("d", followed(prefill)))
+    if how == "withdrawn":
+        prefill.step(WithdrawTicket(TICKET))
+    elif how == "refused":
+        prefill.step(Lend(group_params(prefill, "p", [3, 3]), ticket=TICKET))
+        prefill.until(lambda: prefill.sent == ["p"])
+    decode.until(lambda: bool(decode.not_offered))
+    decode.look()
+    (failed,) = decode.not_offered
+    assert failed.request_id == "d"
+    assert isinstance(failed.error, EngineClosed if how == "asleep" else NoOffer)
+    assert not decode.received
+
+
+def test_a_follower_hears_of_a_sleep_once_it_is_over(make: Make) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    decode.step(Follow("d", followed(prefill)))
+    prefill.until(lambda: bool(counters(prefill).get("received.follow")))
+    decode.half.unregister_kv_caches()
+    decode.half.restore_kv_caches()
+    decode.look()
+    assert [getattr(failed.error, "reason", "") for failed in decode.not_offered] == ["engine_closed"]
+
+
+def test_orders_are_begun_once_although_vllm_hands_them_over_twice(make: Make) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    params = group_params(prefill, "p", [3])
+    prefill.step(Lend(params))
+    connector: Any = object.__new__(AsyncKVConnector)
+    connector._worker = decode.half
+    assert decode.half._thread is not None
+    step = StepOrders([Pull(request_id="d", groups=[(0, [6])], params=params)], ["gone"], PromptsCounted(3))
+    connector.handle_preemptions({"preempted"})  # as in versions that name requests
+    connector.handle_preemptions(step)
+    assert decode.half._thread._desk.num_handovers == 2  # before the forward pass
+    connector._connector_metadata = step
+    connector.start_load_kv(None)
+    assert connector.get_transfer_results(set()).failed_recving == {"gone"}
+    connector.start_load_kv(None)
+    decode.until(lambda: decode.received == ["d"])
+    assert decode.half._thread._desk.num_handovers == 2
+    connector._connector_metadata = StepOrders([Cancel("x")])
+    connector.start_load_kv(None)  # of a runner that calls only this
+    assert decode.half._thread._desk.num_handovers == 3
+
+
+def test_with_a_drafter_on_a_gpu_orders_leave_behind_its_work_and_in_turn(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Passed(threading.Event):
+        def synchronize(self) -> None:
+            assert self.wait(WITHIN_S)
+
+    events: list[Passed] = []
+
+    def recorded() -> Passed:
+        events.append(Passed())
+        return events[-1]
+
+    prefill, decode = make("prefill").worker, make("decode").worker
+    monkeypatch.setattr("asynckv.integrations.vllm.worker.stream_event", recorded)
+    with ThreadPoolExecutor(1) as line:
+        prefill.half._line = line
+        params = group_params(prefill, "p", [3])
+        prefill.step(Lend(params, ticket=TICKET))
+        prefill.step(Lend(group_params(prefill, "q", [4])))
+        decode.step(Follow("d", followed(prefill)))
+        prefill.until(lambda: bool(counters(prefill).get("received.follow")))
+        events[1].set()
+        assert "leases.lent" not in counters(prefill)
+        assert not decode.offered
+        events[0].set()
+        decode.until(lambda: bool(decode.offered))
+        prefill.until(lambda: counters(prefill).get("leases.lent") == 2)
+        prefill.half.shutdown()
+
+
+def test_reports_and_orders_of_tickets_cross_processes_and_show_none() -> None:
+    error = NoOffer("no", request_id="d", reason="withdrawn", failed_in="follow")
+    told = FollowReports([Offer("d", {"key": [1]})], [Failed("e", error)])
+    both = pickle.loads(pickle.dumps(told.aggregate(FollowReports([Offer("f", {})], []))))
+    assert [offer.request_id for offer in both.offered] == ["d", "f"]
+    assert (both.not_offered[0].error.reason, both.not_offered[0].is_unbegun) == ("withdrawn", False)
+    step = StepOrders([Follow("d", {"ticket": TICKET}), Lend({}, ticket=TICKET), WithdrawTicket(TICKET)])
+    assert pickle.loads(pickle.dumps(step)) == step
+    assert TICKET not in repr(step)
 
 
 def test_sleep_waits_for_reads_promises_and_the_memory(half: WorkerHalf) -> None:

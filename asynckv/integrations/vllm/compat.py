@@ -25,7 +25,7 @@ NAMES: Mapping[str, str] = {
     f"{_KV}.factory": "KVConnectorFactory",
     f"{_KV}.v1.base": (
         "KVConnectorBase_V1 KVConnectorHandshakeMetadata KVConnectorMetadata KVConnectorRole "
-        "KVConnectorTransferResults SupportsHMA"
+        "KVConnectorTransferResults KVConnectorWorkerMetadata SupportsHMA"
     ),
     f"{_KV}.v1.metrics": "KVConnectorPromMetrics KVConnectorStats",
     f"{_KV}.v1.multi_connector": "MultiConnector",
@@ -58,6 +58,7 @@ STAND_INS: Mapping[str, Any] = {
         ["Attention", "Executor", "MLAAttention", "SupportsHMA", "VllmConfig", *RARE_SPECS.split()], Absent
     ),
     **dict.fromkeys(["KVConnectorHandshakeMetadata", "KVConnectorStats", "KVConnectorPromMetrics"], Absent),
+    "KVConnectorWorkerMetadata": Absent,
     **dict.fromkeys(["CacheHitSource", "KVConnectorFactory", "current_platform", "parallel_state"]),
     "is_conv_state_dim_first": lambda: None,
 }
@@ -117,6 +118,11 @@ def transfer_groups(config: Any) -> list[Any]:
 def tells_of_sleep() -> bool:
     """Return True if vLLM tells a connector before its memory goes, as it does from 0.33 on."""
     return hasattr(__getattr__("KVConnectorBase_V1"), "unregister_kv_caches")
+
+
+def hears_of_workers() -> bool:
+    """Return True if a connector's workers can report to its scheduler's half, as offers need."""
+    return hasattr(__getattr__("KVConnectorBase_V1"), "build_connector_worker_meta")
 
 
 def is_known(spec: Any) -> bool:

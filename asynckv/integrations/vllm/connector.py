@@ -9,7 +9,7 @@ from typing import Any
 
 from asynckv.integrations.vllm import compat
 from asynckv.integrations.vllm.early import watch_executors
-from asynckv.integrations.vllm.handover import StepOrders
+from asynckv.integrations.vllm.handover import FollowReports, StepOrders
 from asynckv.integrations.vllm.memory import check_supported
 from asynckv.integrations.vllm.options import Options, remarks
 from asynckv.integrations.vllm.scheduler import SchedulerHalf
@@ -97,6 +97,9 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
             connector_output.finished_sending,
             getattr(connector_output, "failed_recving", None),
         )
+        reports = getattr(connector_output, "kv_connector_worker_meta", None)
+        if isinstance(reports, FollowReports):
+            self._scheduler.reported(reports)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -126,6 +129,11 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     def get_handshake_metadata(self) -> Any:
         return self._worker.address()
 
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        # vLLM calls it before the forward pass, but some versions and runners not with these orders.
+        if isinstance(kv_connector_metadata, StepOrders):
+            self._worker.start_load(kv_connector_metadata)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         if self.has_connector_metadata() and isinstance(orders := self._get_connector_metadata(), StepOrders):
             self._worker.start_load(orders)
@@ -141,6 +149,9 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         return self._worker.take_results()
+
+    def build_connector_worker_meta(self) -> Any:
+        return self._worker.take_reports()
 
     def get_kv_connector_stats(self) -> Any:
         # The scheduler's counts go at once, because no later step may come.

@@ -21,7 +21,7 @@ from asynckv.errors import ConfigError
 from asynckv.integrations.vllm.compat import KVConnectorHandshakeMetadata, KVTransferConfig, MultiConnector
 from asynckv.integrations.vllm.connector import AsyncKVConnector
 from asynckv.integrations.vllm.options import WHERE, mapping
-from asynckv.integrations.vllm.scheduler import LENDS, PARAMS, READS
+from asynckv.integrations.vllm.scheduler import FOLLOW, LENDS, PARAMS, READS
 
 SECTIONS = ("asynckv", "nixl")  # the options of the two connectors, in the order of `_connectors`
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -80,7 +80,7 @@ class DualConnector(MultiConnector):
 
     def _choose(self, request: Any) -> int:
         given = request.kv_transfer_params
-        if not isinstance(given, dict) or PARAMS in given:
+        if not isinstance(given, dict) or PARAMS in given or FOLLOW in given:
             return 0
         if not given.get(READS) or (given[READS] is not True and given.get(LENDS)):
             if not given.get(LENDS) or not self._lender:

@@ -1,4 +1,4 @@
-"""Values that cross between the scheduler's process and the workers': the orders of a step, and worker addresses."""
+"""Values that cross between the scheduler's process and the workers': a step's orders, reports, and addresses."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from asynckv.embed.orders import Order
-from asynckv.integrations.vllm.compat import KVConnectorHandshakeMetadata, KVConnectorMetadata
+from asynckv.embed.orders import Failed, Offer, Order
+from asynckv.integrations.vllm.compat import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
 from asynckv.told import PromptsCounted
 
 
@@ -28,3 +32,14 @@ class WorkerAddress(KVConnectorHandshakeMetadata):
 
     endpoint: dict[str, Any]
     memory_epoch: int
+
+
+@dataclass
+class FollowReports(KVConnectorWorkerMetadata):
+    """What a worker was offered in place of tickets, and which of them it follows no more. vLLM joins the workers'."""
+
+    offered: list[Offer]
+    not_offered: list[Failed]
+
+    def aggregate(self, other: Any) -> FollowReports:
+        return FollowReports(self.offered + other.offered, self.not_offered + other.not_offered)

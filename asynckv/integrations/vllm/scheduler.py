@@ -5,9 +5,11 @@ A request asks for transfers in its `kv_transfer_params`, which come from a clie
 - `{"do_remote_decode": true}`: lend its blocks when it ends, and answer with params for the reading engine:
   `{"do_remote_prefill": true, "do_remote_decode": false, "asynckv": {...}}`.
 - `{"do_remote_prefill": true, "asynckv": {...}}`: read the KV that another engine has computed.
+- `{"do_remote_prefill": true, "asynckv_follow": {...}}`: follow a ticket, which another engine's request brings as
+  `asynckv_ticket`. The request waits until it is offered params, and goes on as if they had come with it.
 
-Both may be given. A client's params are checked once, and never raise: with bad params the prompt is computed here, and
-one warning gives the reason.
+A request may both read and lend. A client's params are checked once, and never raise: with bad params the prompt is
+computed here, and one warning gives the reason.
 
 **One token less.** The reader computes a prompt's last token again, to sample from it. A recurrent state cannot be
 taken back by one token, and a sliding window may have lost the first token that the last one needs. So models with
@@ -30,23 +32,25 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from asynckv.arguments import MAX_INTEGER, shown
-from asynckv.core.types import KVTransferParams, of_vllm
+from asynckv.core.types import KVTransferParams, Reason, check_ticket, of_vllm
 from asynckv.edges.torch import as_bytes
-from asynckv.embed.ledgers import DecodeLedger, Fetch, PrefillLedger, State
+from asynckv.embed.ledgers import DecodeLedger, PrefillLedger, State
 from asynckv.embed.orders import Order, Reclaim
-from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, PullError
+from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, NoOffer, PullError
 from asynckv.geometry.pairing import common_prefix
 from asynckv.hashes import token_hashes
-from asynckv.integrations.vllm.compat import identity, num_received
+from asynckv.integrations.vllm.compat import hears_of_workers, identity, num_received
 from asynckv.integrations.vllm.options import WORDS, Options
 from asynckv.integrations.vllm.shape import Blocks, Shape
 from asynckv.observe.tracing import trace_context
 from asynckv.scheduler import PrefillRanks
 
 if TYPE_CHECKING:
-    from asynckv.integrations.vllm.handover import WorkerAddress
+    from asynckv.integrations.vllm.handover import FollowReports, WorkerAddress
 
 PARAMS = "asynckv"  # our key in `kv_transfer_params`; vLLM and routers use others
+TICKET, FOLLOW = "asynckv_ticket", "asynckv_follow"
+OFFERS, ASKS, FOLLOWS = "asynckv_offers", "asynckv_ask", "asynckv_follows"  # what engines say of themselves to routers
 READS, LENDS = "do_remote_prefill", "do_remote_decode"
 GIVES_BACK = "give_back"  # set by `asynckv proxy`, beside the params of a request that it will not have read
 NOT_FOR_NIXL = {"remote_engine_id": "asynckv", "remote_host": "asynckv.invalid", "remote_port": None}
@@ -54,6 +58,7 @@ NOT_FOR_NIXL = {"remote_engine_id": "asynckv", "remote_host": "asynckv.invalid",
 
 HASH_TOKENS, MAX_CHAIN = 256, 256  # tokens per hash double for long prompts, so params have 9 kB at most
 RECLAIM_S = 1.0  # seconds between two orders to make room
+REPORT_S = 2.0  # for a worker to report that `pull.follow_s` is over, with the cause
 CAUSES: Mapping[str, str] = WORDS["computed_locally"]
 """Causes for which a prompt or its end is computed instead of a transfer. Each is logged once, and always counted."""
 
@@ -69,7 +74,7 @@ class Queued:
     request: Any
     since: float
     first: int = 0
-    end: int = 0  # 0 if nothing is to be read
+    end: int = 0  # 0 if nothing is to be read; while it follows a ticket: the most
 
 
 class SchedulerHalf:
@@ -90,6 +95,10 @@ class SchedulerHalf:
         self._adapters: dict[tuple[str, str], int] = {}  # name and path of each adapter, and its number; 0: reloaded
         self._pool: Any = None
         self._queued: dict[str, Queued] = {}  # by id, the oldest first
+        self._following: dict[str, Queued] = {}  # those that follow a ticket, until vLLM asks for them after the offer
+        self._block, self._can_follow = self.shape.largest_block, self._reads and hears_of_workers()
+        self._tickets: dict[str, str] = {}  # by id, the tickets that unfinished requests have taken
+        self._unoffered: set[str] = set()  # reasons for no offer that were logged
         self._reclaimed_at = -math.inf
         self._reclaims: list[Order] = []
 
@@ -132,20 +141,30 @@ class SchedulerHalf:
         given = request.kv_transfer_params
         if given is not None and not isinstance(given, dict):
             self.count(request, has_params=True)
-            self._computes(request, "malformed", f"they are {shown(given)}, but must be an object")
+            self._computes(request, "malformed", f"they are a {type(given).__name__}, but must be an object")
             request.kv_transfer_params = None  # because vLLM reads it next, and would raise
             return
         given = given or {}
         # vLLM's own connectors test both for truth.
-        params, reads, lends = given.get(PARAMS), bool(given.get(READS)), bool(given.get(LENDS))
-        if (has_params := reads or params is not None) or not lends:
+        reads, lends = bool(given.get(READS)), bool(given.get(LENDS))
+        if (has_params := reads or any(given.get(name) is not None for name in (PARAMS, FOLLOW))) or not lends:
             self.count(request, has_params)
         if lends:
             self.tally.ends_row()
             # If the request also reads, this may be the engine that generates, so truncation is optional.
             self._truncate(request, must=not reads)
-        if has_params and given.get(READS) is not False and not self._fetch(request, params, reads):
+            self._take_ticket(request, given.get(TICKET))
+        if has_params and given.get(READS) is not False and not self._fetch(request, given, reads):
             _reads_no_more(request)
+
+    def _take_ticket(self, request: Any, ticket: Any) -> None:
+        if ticket is None or self.loans is None:
+            return
+        try:
+            if self.loans.take_ticket(check_ticket(ticket)):
+                self._tickets[request.request_id] = ticket
+        except LocalProtocolError as exc:
+            self._computes(request, "malformed", str(exc))
 
     def count(self, request: Any, has_params: bool) -> None:
         """Count a prompt, unless no engine could have computed it in advance."""
@@ -164,25 +183,45 @@ class SchedulerHalf:
                 self._adapters[name] = 0
                 logger.warning("asynckv: adapter %s was loaded again: %s", shown(name), WORDS["adapters"]["reloaded"])
 
-    def _fetch(self, request: Any, given: Any, is_asked: bool) -> bool:
-        if given is None:
+    def _fetch(self, request: Any, given: Mapping[str, Any], is_asked: bool) -> bool:
+        name, params, follow = request.request_id, given.get(PARAMS), given.get(FOLLOW)
+        if params is None and follow is None:
             self.tally.ends_row()
-            return self._computes(request, "no_params", of_vllm(request.kv_transfer_params))
-        fetch: Fetch | None = None
+            return self._computes(request, "no_params", of_vllm(given))
+        is_wanted = is_asked and not _is_marker(request)
+        if params is None and not is_wanted:
+            return self._computes(request, "not_asked")  # nothing was lent to it yet
+        # The trace of this engine's own HTTP request is nearer than the one in the params.
+        trace = trace_context(_headers(request))
         try:
-            # The trace of this engine's own HTTP request is nearer than the one in the params.
-            fetch = self.pulls.announce(request.request_id, given, trace=trace_context(_headers(request)))
-            if is_wanted := is_asked and not _is_marker(request):
-                self.tally.ends_row()
-            if fetch is None:
-                return self._computes(request, "spent")
-            cause, end = self._readable(request, fetch.params) if is_wanted else ("not_asked", 0)
+            if params is None:
+                fetch = self.pulls.follow(name, follow or {}, trace=trace)
+            else:
+                fetch = self.pulls.announce(name, params, trace=trace)
         except AsyncKVError as exc:
-            if fetch is not None:
-                self.spare(request)
             return self._computes(request, "malformed", str(exc))
-        if cause:
+        if is_wanted:
+            self.tally.ends_row()
+        if fetch is None:
+            return self._computes(request, "spent")
+        if is_wanted and fetch.params is not None:
+            return self._compare(request, fetch.params)
+        if cause := self._hindrance(request) if is_wanted else "not_asked":
             self._computes(request, cause)
+            self.spare(request)
+            return False
+        queued = self._following[name] = self._queued.pop(name)
+        queued.end = request.num_prompt_tokens - self.shape.back_off
+        return True
+
+    def _compare(self, request: Any, params: KVTransferParams) -> bool:
+        """Decide which tokens of this prompt are read; return False, and spare the request, if none are."""
+        try:
+            (cause, end), why = self._readable(request, params), ""
+        except AsyncKVError as exc:
+            cause, end, why = "malformed", 0, str(exc)
+        if cause:
+            self._computes(request, cause, why)
         if not end:
             self.spare(request)
             return False
@@ -201,12 +240,16 @@ class SchedulerHalf:
             )
         return False
 
+    def _hindrance(self, request: Any) -> str:
+        """Return the cause for which nothing can be read for a request, whatever is offered; empty if there is none."""
+        if not self._reads:
+            return "prefill_only"
+        return "prompt_logprobs" if _needs_all(request) else ""  # vLLM computes every token itself
+
     def _readable(self, request: Any, params: KVTransferParams) -> tuple[str, int]:
         """Return how many tokens of this prompt can be read, and the cause if not all of them can."""
-        if not self._reads:
-            return "prefill_only", 0
-        if _needs_all(request):
-            return "prompt_logprobs", 0  # vLLM computes every token itself
+        if cause := self._hindrance(request):
+            return cause, 0
         most, every = min(params.num_tokens, request.num_tokens), params.hash_tokens
         end: int = request.num_prompt_tokens - self.shape.back_off
         if not params.hashes and not self.options.allow_unhashed:
@@ -244,14 +287,25 @@ class SchedulerHalf:
 
     def match(self, request: Any, num_cached: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local prefix cache can be read; None to be asked again."""
-        fetch, queued = self.pulls.get(request.request_id), self._queued.get(request.request_id)
+        name = request.request_id
+        fetch, queued = self.pulls.get(name), self._following.get(name) or self._queued.get(name)
         if fetch is None or queued is None:
             self.spare(request)  # with blocks of its own, it is not read any more
             return 0, False
-        # If the load that it waited for has failed, it fails as a load too, so that vLLM's policy applies.
-        may_pull = True if fetch.errors else self.pulls.may_pull(request.request_id)
-        if may_pull is None:
+        # If the load that it waited for has failed, or no KV was offered, it fails as a load too, so that vLLM's policy
+        # applies.
+        follows = fetch.state is State.FOLLOWING  # asked first, because up to 1,000 requests may
+        may_pull = None if follows else True if fetch.errors else self.pulls.may_pull(name)
+        if may_pull is None and not (fetch.params is None and 0 < num_cached >= queued.end - self._block):
             return None, False
+        if self._following.pop(name, None) is not None:
+            queued.since, self._queued[name] = monotonic(), queued  # from now on it waits for blocks
+            if may_pull is None:  # the prompt is cached whole, up to a block
+                self.spare(request)
+                _reads_no_more(request)
+                return 0, False
+            if fetch.params is not None and not self._compare(request, fetch.params):
+                return 0, False
         more, queued.first = queued.end - num_cached, num_cached
         if not may_pull:
             if more > self.shape.largest_block:
@@ -263,9 +317,11 @@ class SchedulerHalf:
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """Order the pull of a request that has its blocks (`update_state_after_alloc`); called with 0 after a load."""
         queued, fetch = self._queued.pop(request.request_id, None), self.pulls.get(request.request_id)
-        if queued is None or fetch is None or fetch.state not in (State.QUEUED, State.WAITING):
+        if queued is None or fetch is None or fetch.state not in (State.QUEUED, State.WAITING, State.REFUSED):
             return
         if num_external > 0 and fetch.errors:
+            if fetch.params is None:
+                self._count_unoffered(request, next(iter(fetch.errors.values())))
             self._failing.append(request.request_id)
             self.spare(request)
         elif num_external > 0 and fetch.state is State.QUEUED:
@@ -278,9 +334,21 @@ class SchedulerHalf:
         _reads_no_more(request)
 
     def spare(self, request: Any) -> None:
-        """Cancel the reading of a request that needs no lent KV, or is gone. The request may be unknown."""
+        """Release what is lent, or will be offered, to a request that needs none of it. The request may be unknown."""
         if request.request_id not in self._erred:
-            self.pulls.cancel(request.request_id)
+            self.pulls.release(request.request_id)
+
+    def _count_unoffered(self, request: Any, error: Exception) -> None:
+        """Count a load that fails because nothing was offered, and log the first of each reason."""
+        self.tally.unoffered()
+        reason = str(getattr(error, "reason", "") or type(error).__name__)
+        if reason not in self._unoffered:
+            self._unoffered.add(reason)
+            logger.warning(
+                "asynckv: request %s follows a ticket, and was offered no KV (%s): %s. Further requests are only "
+                "counted (failed_pulls, cause no_offer)",
+                *(shown(request.request_id), reason, error),
+            )
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -300,6 +368,8 @@ class SchedulerHalf:
             self.pulls.cancel(self._erred.pop())
         if self._queued:
             self._reclaim(monotonic())
+        if self._following:
+            self._end_follows(monotonic())
         reclaims, self._reclaims = self._reclaims, []
         lends = () if self.loans is None else self.loans.take_orders()
         return [*self.pulls.take_orders(), *lends, *reclaims]
@@ -322,6 +392,23 @@ class SchedulerHalf:
             self._reclaimed_at = now
             self._reclaims.append(Reclaim(lacking))
 
+    def _end_follows(self, now: float) -> None:
+        """Refuse requests that no worker has reported in time, because a sleep or a lost rank may take the report."""
+        limit_s = self.options.pull.follow_s
+        while now - (oldest := next(iter(self._following.values()))).since >= limit_s + REPORT_S:
+            name = oldest.request.request_id
+            if (fetch := self.pulls.get(name)) is not None and fetch.params is None and not fetch.errors:
+                words = f"no offer came within pull.follow_s {limit_s:g} s, and no worker reported the end"
+                self.pulls.refuse(name, NoOffer(words, request_id=name, reason=Reason.NO_OFFER, failed_in="follow"))
+            oldest.since, self._following[name] = now, self._following.pop(name)
+
+    def reported(self, reports: FollowReports) -> None:
+        """Note what workers were offered, and the ends of what they follow; the first report of each decides."""
+        for failed in reports.not_offered:
+            self.pulls.not_offered(0, failed)
+        for offer in reports.offered:
+            self.pulls.offered(0, offer)
+
     def loaded(
         self, received: Iterable[str] | None, sent: Iterable[str] | None, failed: Collection[str] | None = None
     ) -> None:
@@ -339,31 +426,43 @@ class SchedulerHalf:
 
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """End a request; return True if its blocks are lent, and the params for the engine that reads them."""
-        self._queued.pop(request.request_id, None)
-        fetch = self.pulls.get(request.request_id)
+        name = request.request_id
+        self._queued.pop(name, None)
+        self._following.pop(name, None)
+        fetch, ticket = self.pulls.get(name), self._tickets.pop(name, "")
         if request.status.name == "FINISHED_ERROR" and fetch is not None and fetch.state is State.PULLING:
-            self._erred.add(request.request_id)  # vLLM ends it before `loaded` reports the failed load
-        self.spare(request)
+            self._erred.add(name)  # vLLM ends it before `loaded` reports the failed load
+        if name not in self._erred:
+            self.pulls.cancel(name)
         given = request.kv_transfer_params
         if not given:
             return False, None
         _reads_no_more(request)
-        if not given.get(LENDS) or request.status.name not in FINISHED_WELL:
-            return False, None
-        try:
-            lists, num_tokens = self._lists(request, block_ids)
-            params = self._make_params(request, lists, num_tokens)
-        except AsyncKVError as exc:
-            return self._computes(request, "not_lent", str(exc)), None
+        is_lent, out = False, dict[str, Any]()
+        if given.get(LENDS) and request.status.name in FINISHED_WELL:
+            try:
+                out, is_lent = self._lend(request, block_ids, ticket), True
+            except AsyncKVError as exc:
+                self._computes(request, "not_lent", str(exc))
+        if ticket and not is_lent and self.loans is not None:
+            self.loans.withdraw_ticket(ticket)
+        if given.get(ASKS) and self._can_follow:
+            out[FOLLOWS] = True
+        return is_lent, out or None
+
+    def _lend(self, request: Any, block_ids: Sequence[Sequence[int]], ticket: str) -> dict[str, Any]:
+        lists, num_tokens = self._lists(request, block_ids)
+        params = self._make_params(request, lists, num_tokens, ticket)
         # Routers that were written for NixlConnector count the block ids. asynckv does not read them.
         blocks = [ids for _, ids in lists]
-        return True, {
+        return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_block_ids": blocks,
             **NOT_FOR_NIXL,
             "remote_request_id": request.request_id,
             PARAMS: params,
+            OFFERS: True,
         }
 
     def _lists(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Blocks, int]:
@@ -378,20 +477,26 @@ class SchedulerHalf:
             raise LocalProtocolError("its blocks or its state are gone")
         return lists, num_tokens
 
-    def _make_params(self, request: Any, lists: Blocks, num_tokens: int) -> dict[str, Any]:
+    def _make_params(self, request: Any, lists: Blocks, num_tokens: int, ticket: str) -> dict[str, Any]:
         if self.loans is None:
             raise LocalProtocolError("the workers' addresses are not known")
         lease_s = self.options.turn_lease_s if request.max_tokens > 1 else None
         every = hash_tokens_of(num_tokens)
-        return self.loans.lend(
+        # vLLM may give the last tokens away before the drafter has run, so workers lend behind it (`WorkerHalf`).
+        params = self.loans.lend(
             request.request_id,
             lists,
             num_tokens,
+            written=not self.shape.has_drafts,
             lease_s=lease_s,
             hashes=chain_of(request, num_tokens, every),
             hash_tokens=every,
             trace=_headers(request),
+            ticket=ticket,
         )
+        if self.shape.has_drafts:
+            self.loans.mark_written(request.request_id)
+        return params
 
 
 def hash_tokens_of(num_tokens: int) -> int:

@@ -15,18 +15,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from asynckv.edges.torch import shared_zeros
-from asynckv.embed import Cancel, EngineThread, Finished, Lend, Order, Pull, Withdraw
+from asynckv.edges.torch import Event, shared_zeros, stream_event
+from asynckv.embed import Cancel, EngineThread, Failed, Finished, Follow, Lend, Order, Pull, Withdraw, WithdrawTicket
 from asynckv.embed.orders import CountPrompts
 from asynckv.errors import BlocksRetired, EngineClosed, LocalProtocolError
 from asynckv.geometry.check import Registration
 from asynckv.integrations.vllm.compat import KVConnectorTransferResults, current_platform
-from asynckv.integrations.vllm.handover import StepOrders, WorkerAddress
+from asynckv.integrations.vllm.handover import FollowReports, StepOrders, WorkerAddress
 from asynckv.integrations.vllm.memory import ModelFacts, Tails, check_supported, place_of, register
 from asynckv.integrations.vllm.stats import AsyncKVStats, Tally
 
@@ -61,6 +62,11 @@ class WorkerHalf:
         self._unread: set[str] = set()  # lends of a replica, which readers do not meet
         self._failing: set[str] = set()  # loads that were given up before they were ordered
         self._tally = Tally()
+        self._begun: StepOrders | None = None
+        self._reports = FollowReports([], [])
+        self._line: ThreadPoolExecutor | None = None
+        """With a drafter on a GPU: hands orders over behind the work that the stream has at the time, in their order.
+        vLLM ends a step before its drafter has written the last blocks."""
 
     def allocation(self) -> contextlib.AbstractContextManager[Any] | None:
         """Return a context in which vLLM allocates host memory that NIXL's own process can map; None for a device."""
@@ -81,6 +87,8 @@ class WorkerHalf:
             self.restore_kv_caches()
             return
         self._registration = registration
+        if self._vllm_config.speculative_config is not None and registration.layout.memories[0].kind == "cuda":
+            self._line = ThreadPoolExecutor(1, "asynckv-behind")
         with unpinned():
             thread = EngineThread(self._config, registration)
             self._show(thread)  # the endpoint ends with the engine
@@ -126,6 +134,10 @@ class WorkerHalf:
         return WorkerAddress(msgspec.to_builtins(engine.endpoint), engine.memory_epoch)
 
     def start_load(self, step: StepOrders) -> None:
+        """Begin the orders of a step, once, although vLLM hands them over before and after the forward pass."""
+        if step is self._begun:
+            return
+        self._begun = step
         self._failing.update(step.failing)
         if step.prompts is not None and self._is_first and self._thread is not None:
             self._thread.submit([CountPrompts(step.prompts)])
@@ -141,7 +153,10 @@ class WorkerHalf:
                 self._pulling[order.request_id] = order
             elif isinstance(order, Lend):
                 self._lent.add(_request_id(order))
-        self._thread.submit(step.orders)
+        if self._line is None:
+            self._thread.submit(step.orders)
+        else:
+            self._line.submit(_submit_behind, stream_event(), self._thread, step.orders)
 
     def take_results(self) -> Any:
         """Return the requests that ended since the last call, each once; raise `BlocksRetired` to end this process."""
@@ -161,6 +176,8 @@ class WorkerHalf:
                 f"started again"
             )
         more: list[Order] = []
+        self._reports.offered += finished.offered
+        self._reports.not_offered += finished.not_offered
         for end in finished.finished_sending:
             self._tally.lease(end.cause)
             self._sent(end.request_id, results)
@@ -170,6 +187,10 @@ class WorkerHalf:
                 self._tally.lease("refused")
                 self._sent(_request_id(refused.order), results)
                 more.append(Withdraw(refused.order.params))  # otherwise its reader would wait until its deadline
+                if refused.order.ticket:
+                    more.append(WithdrawTicket(refused.order.ticket))
+            elif isinstance(refused.order, Follow):
+                self._reports.not_offered.append(Failed(refused.order.request_id, refused.error))
         for result in finished.finished_recving:
             self._tails.clear(result.padding)
             self._tally.received(result)
@@ -199,6 +220,11 @@ class WorkerHalf:
             self._lent.discard(request_id)
             results.finished_sending.add(request_id)
 
+    def take_reports(self) -> FollowReports | None:
+        """Return what was offered, and not, since the last call; `take_results` comes before it."""
+        reports, self._reports = self._reports, FollowReports([], [])
+        return reports if reports.offered or reports.not_offered else None
+
     def statistics(self) -> AsyncKVStats | None:
         """Return the counts since the last call, at most once a second while requests are in flight."""
         return self._tally.take(at_once=not (self._pulling or self._lent))
@@ -215,6 +241,12 @@ class WorkerHalf:
         except Exception as exc:
             # The process ends now, and the engine with it.
             log.warning("the engine did not end in order within %g s: %s", CLOSE_S, exc)
+
+
+def _submit_behind(event: Event, thread: EngineThread, orders: Sequence[Order]) -> None:
+    event.synchronize()
+    with contextlib.suppress(EngineClosed):  # `take_results` raises the cause
+        thread.submit(orders)
 
 
 def _request_id(order: Lend) -> str:

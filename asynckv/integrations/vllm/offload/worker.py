@@ -20,12 +20,11 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
 from asynckv.edges.nic.copies import NixlCopies
-from asynckv.edges.torch import synchronize
+from asynckv.edges.torch import stream_event, synchronize
 from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.check import check_layout
@@ -129,8 +128,7 @@ class Worker(compat.OffloadingWorker):
         if self._is_cuda:
             # NIXL ignores streams. Earlier work of this stream writes the stored blocks, or zeroes the loaded ones, so
             # the copy waits for it.
-            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream())
+            event = stream_event()
         with self._changed:
             self._jobs[job_id] = _Job(op, plan.num_bytes, time.monotonic())
         self._thread.soon(lambda: asyncio.ensure_future(self._post(job_id, op, plan, event)))
