@@ -119,7 +119,7 @@ class Presence:
         self.lends: dict[str, list[float]] = defaultdict(list)
         """Times at which each rank lent something, by its name without a start."""
         self.unfollowed: dict[str, list[float]] = defaultdict(list)
-        """The same of requests whose tickets nobody followed."""
+        """The same of requests with tickets that no reader followed."""
         claims = list[float]()
         for request in service.requests:
             offers = [x.ended.integer("offers") for x in request.leases.values() if x.ended is not None]
