@@ -12,8 +12,7 @@ from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import Process
 from asynckv.tools.diagnose.records import Record
 
-MOST = 0.5
-"""Part of a pause for which the loop's thread was ready to run, so that it lacked a processor."""
+MOST = 0.5  # part of a pause for which the loop's thread was ready to run, so that it lacked a processor
 
 
 @dataclass(slots=True, eq=False)

@@ -40,16 +40,12 @@ class Phase(NamedTuple):
 
 
 _ROWS = tomllib.loads(files(__package__).joinpath("phases.toml").read_text(encoding="utf-8"))
-PHASES = {name: Phase(*row) for name, row in _ROWS.items()}
-"""Phases in the order of the protocol."""
-
+PHASES = {name: Phase(*row) for name, row in _ROWS.items()}  # phases in the order of the protocol
 ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
 MAX_MARKS = 400  # of one request
 GOOD = frozenset({"complete", "cancelled", "discharged"})  # ends of a pull that need no look
 MAX_AWAY_S = 86_400.0
-Said = tuple[float, str, str]
-"""An event for a mark: its moment by the process's clock, its text, and its level."""
-
+Said = tuple[float, str, str]  # an event for a mark: its moment by the process's clock, its text, and its level
 _OF_REQUESTS = (told.LeaseHeld, told.PullHeld, told.PullRefused, told.RequestWithdrawn)
 _TOLD = {x.event for x in (*_OF_REQUESTS, told.EngineAlive)}
 """Lines of a process that are told with its requests, or tell nothing new."""
