@@ -128,17 +128,12 @@ def _of_lease(lease: LoggedLease, pulls: Iterable[LoggedPull]) -> Iterator[Pair]
 
 
 class Axis:
-    """All times of a service, by one clock of each group.
-
-    Attributes:
-        references: The process with the reference clock of each group.
-        conflicts: Pairs of clocks with contradicting exchanges, and the largest contradiction in seconds.
-    """
+    """All times of a service, by one clock of each group."""
 
     def __init__(self, service: Service, pairs: Iterable[Pair]) -> None:
         self.service = service
-        self.references: list[Process] = []
-        self.conflicts: list[tuple[str, str, float]] = []
+        self.references: list[Process] = []  # the process with the reference clock of each group
+        self.conflicts: list[tuple[str, str, float]] = []  # two clocks with contradicting exchanges; seconds
         self._offsets: dict[str, Offset] = {}
         ahead: dict[str, dict[str, float]] = defaultdict(dict)  # how far the second clock is ahead of the first at most
         for pair in pairs:

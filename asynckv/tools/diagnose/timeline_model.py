@@ -56,22 +56,17 @@ _STATES |= {state: state for state in ("announced", "lent", "ending")}
 
 @dataclass(slots=True)
 class Bar:
-    """One phase, on the axis.
-
-    Attributes:
-        inside: What went on, without a place of its own: seconds by name.
-    """
+    """One phase, on the axis."""
 
     phase: str  # one of `PHASES`
     start: float
     end: float
     note: str = ""  # more about it
     is_open: bool = False  # it had not ended when the log did
-    inside: Mapping[str, float] = field(default_factory=dict)
+    inside: Mapping[str, float] = field(default_factory=dict)  # seconds of what has no place of its own, by name
 
     @property
     def seconds(self) -> float:
-        """Length in seconds."""
         return self.end - self.start
 
 
