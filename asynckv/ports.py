@@ -245,8 +245,7 @@ class _MovePlane(_Plane, Protocol):
     """Common methods of copy planes and record planes."""
 
     async def quiesce(self, timeout_s: float | None = None) -> None:
-        """Finish running copies before `close`, stop threads, and wait off the loop for at most `timeout_s`.
-        Idempotent."""
+        """Finish running copies before `close`, stop threads; wait off the loop for at most `timeout_s`. Idempotent."""
 
     def close(self) -> None:
         """End everything; nothing reads or writes the memory afterwards. Idempotent. Waits for threads, if any.

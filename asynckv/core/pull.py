@@ -728,9 +728,7 @@ class Pull:
         self._effects += (DO.TELL, DO.SEND)
 
     def _settle(self, after: PullState, now: float, then: PullEvent | None = None) -> list[Effect]:
-        """Enter a state, and those that follow from it by `WHEN`; then take another event, if one is given. Return the
-        effects.
-        """
+        """Enter a state and those that follow by `WHEN`, then take another event, if given. Return the effects."""
         for _ in WHEN:
             if after is not self.state:
                 self._enter(after, now)

@@ -150,9 +150,7 @@ class Mover:
             self.soon()
 
     async def outcome(self, job: OffloadJob) -> JobEnded:
-        """Wait until a job has ended; raise its error if it was given up, or its blocks are held. A cancelled caller
-        gives it up.
-        """
+        """Wait for a job's end; raise its error if it was given up, or blocks are held. If cancelled, give it up."""
         try:
             await job.is_over.wait()
         except asyncio.CancelledError:
@@ -415,9 +413,7 @@ class Mover:
     # -- its end -------------------------------------------------------------------------------------
 
     async def end_work(self, timeout_s: float, flush_s: float = 0.0) -> tuple[HeldBlocks, ...]:
-        """Cancel waiting jobs, wait `timeout_s` for running ones and `flush_s` for writes to files; return holders of
-        blocks.
-        """
+        """Cancel waiting jobs; wait `timeout_s` for running ones, `flush_s` for writes to files; return holders."""
         driver, began = self._driver, self._driver.clock.now()
         self._is_flushing = flush_s > 0 and self.is_open
         self.give_up(self.jobs.values())

@@ -277,9 +277,7 @@ class Tiers:
         return left
 
     async def _let_go_of_planes(self, by: float | None) -> None:
-        """End all planes within `by` (None: `CLOSE_S` each); nothing touches any memory afterwards, or `BackendError`
-        is raised.
-        """
+        """End all planes within `by` (None: `CLOSE_S` each); `BackendError` if something may still touch memory."""
 
         def left(least: float) -> float:
             return CLOSE_S if by is None else max(by - self.driver.clock.now(), least)

@@ -70,9 +70,7 @@ class Shelf:
     # -- life ----------------------------------------------------------------------------------------
 
     def take_memory(self, device: Layout) -> None:
-        """Take the memory, pinned where blocks of the device are on a GPU; raise `BackendError` if the system has not
-        so much.
-        """
+        """Take the memory, pinned if the device is a GPU; raise `BackendError` if the system has not so much."""
         gpu = next((memory.device for memory in device.memories if memory.kind == "cuda"), None)
         self.memory = HostPool(self._host_bytes, device=gpu)
 
@@ -100,9 +98,7 @@ class Shelf:
         return count
 
     async def close(self, timeout_s: float) -> None:
-        """End the files, for which `timeout_s` is waited, and give the memory back; raise `BackendError` if something
-        may still write it.
-        """
+        """End the files within `timeout_s` and give the memory back; `BackendError` if it may still be written."""
         if self.records is not None:
             await self.records.quiesce(timeout_s)
             self.records.close()
