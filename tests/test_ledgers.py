@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -14,9 +15,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asynckv.embed.ledgers import MAX_KEPT, MAX_SPENT, ON_EVENT, DecodeLedger, Event, Fetch, PrefillLedger, State
-from asynckv.embed.orders import Announce, Cancel, Failed, Finished, Lend, Order, Pull, Refused, Withdraw
-from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PullError, RemoteProtocolError
+from asynckv.embed.ledgers import ENDS, MAX_KEPT, MAX_SPENT, ON_EVENT, DecodeLedger, Event, Fetch, PrefillLedger, State
+from asynckv.embed.orders import (
+    Announce,
+    Cancel,
+    Failed,
+    Finished,
+    Follow,
+    Lend,
+    Offer,
+    Order,
+    Pull,
+    Refused,
+    Withdraw,
+    WithdrawTicket,
+)
+from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, NoOffer, PullError, RemoteProtocolError
 from asynckv.results import LeaseEnd, PullResult
 from asynckv.scheduler import PrefillRanks
 
@@ -37,6 +51,19 @@ def new_params(request_id: str = "p") -> dict[str, Any]:
     return GROUP.make_params(request_id, [(0, [1, 2])], 32)
 
 
+def ticket_of(number: int) -> str:
+    return f"{number:032x}"
+
+
+def to_follow(ticket: str) -> dict[str, Any]:
+    endpoints = [{"tp_rank": each.tp_rank, "address": each.address, "incarnation": "a"} for each in GROUP.endpoints]
+    return {"ticket": ticket, "engine_id": "prefill", "tp_size": len(endpoints), "endpoints": endpoints}
+
+
+def no_offer(name: str, reason: str = "withdrawn") -> Failed:
+    return Failed(name, NoOffer("nothing", request_id=name, reason=reason, failed_in="follow"))
+
+
 def received(name: str, num_tokens: int = 32) -> PullResult:
     return PullResult(name, "p", 1, 1, 1, 1, {}, (), num_tokens)
 
@@ -50,10 +77,13 @@ def ended(name: str, cause: str = "released") -> LeaseEnd:
 
 
 def kinds(orders: Iterable[Any]) -> list[tuple[str, str]]:
-    return [
-        (type(order).__name__, order.params["request_id"] if isinstance(order, Lend | Withdraw) else order.request_id)
-        for order in orders
-    ]
+    return [(type(order).__name__, name_in(order)) for order in orders]
+
+
+def name_in(order: Any) -> str:
+    if isinstance(order, WithdrawTicket):
+        return order.ticket
+    return str(order.params["request_id"] if isinstance(order, Lend | Withdraw) else order.request_id)
 
 
 # -- decode: simulated ranks -----------------------------------------------------------------------
@@ -71,12 +101,34 @@ class DecodeRank:
     news: Finished = field(default_factory=Finished)
     keys: dict[str, str] = field(default_factory=dict)
     cancelled: set[str] = field(default_factory=set)
+    announced: dict[str, str] = field(default_factory=dict)
+    """Tokens of keys by name."""
+    follows: dict[str, str] = field(default_factory=dict)
+    """Tickets by name."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Names that have followed a ticket in vain, by ticket: an offer may come late."""
+    released: set[str] = field(default_factory=set)
 
     def do(self, order: Order, refuses: bool) -> None:
+        if isinstance(order, Announce | Pull | Cancel) and order.params is not None:
+            if self.follows.pop(order.request_id, None) is not None:  # it is told the params that another rank heard of
+                self.news.offered.append(Offer(order.request_id, dict(order.params)))
         match order:
-            case Announce():
+            case Follow(name, follow) if name in self.follows:
+                assert self.follows[name] == follow["ticket"]
+                self.news.refused.append(Refused(order, LocalProtocolError("it follows already")))
+            case Follow(name, follow):
+                assert follow["ticket"] not in self.follows.values(), "a rank follows a ticket once"
+                self.left.pop(follow["ticket"], None)
+                if refuses:
+                    self.news.not_offered.append(Failed(name, EngineClosed("it drains")))
+                else:
+                    self.follows[name] = follow["ticket"]
+            case Announce(name):
+                assert self.announced.setdefault(name, key_of(order)) == key_of(order)
                 self.claims.add(key_of(order))
             case Pull():
+                assert self.announced.pop(order.request_id, key_of(order)) == key_of(order)
                 assert order.request_id not in self.writes, "a name is given to one pull at a time"
                 assert order.request_id not in self.held, "`returned` would not say of which"
                 self.keys[order.request_id] = key_of(order)
@@ -85,17 +137,44 @@ class DecodeRank:
                 else:
                     self.claims.add(key_of(order))
                     self.writes[order.request_id] = {block for _, ids in order.groups for block in ids if block}
-            case Cancel():
-                if order.request_id in self.writes:
-                    self.cancelled.add(order.request_id)
-                elif order.params is not None:
+            case Cancel(name, params):
+                if (ticket := self.follows.pop(name, None)) is not None:
+                    self.left[ticket] = name
+                    self.news.not_offered.append(no_offer(name, "cancelled"))
+                if name in self.writes:
+                    assert params is None or self.keys[name] == key_of(order), "it would end the pull of another"
+                    self.cancelled.add(name)
+                elif params is not None:
+                    assert self.announced.pop(name, key_of(order)) == key_of(order), "it would be refused"
                     self.claims.discard(key_of(order))
+                    self.released.add(key_of(order))
             case _:
                 raise AssertionError(order)
+
+    def offer(self, name: str, params: dict[str, Any]) -> None:
+        """Offer what a name follows, unless this rank has released it."""
+        ticket = self.follows.pop(name)
+        if (key := str(params["key"])) in self.released:
+            self.left[ticket] = name
+            self.news.not_offered.append(no_offer(name, "consumed"))
+        else:
+            self.claims.add(key)
+            self.news.offered.append(Offer(name, params))
+
+    def offer_late(self, ticket: str, params: dict[str, Any]) -> None:
+        """Offer what nothing follows any more; the rank releases it, unless it has a request of that name."""
+        name, key = self.left.pop(ticket), str(params["key"])
+        if key not in self.released:
+            self.claims.add(key)
+            if name not in self.announced and name not in self.writes:
+                self.claims.discard(key)
+                self.released.add(key)
+            self.news.offered.append(Offer(name, params, is_late=True))
 
     def end(self, name: str, how: str) -> None:
         blocks = self.writes.pop(name)
         self.claims.discard(self.keys[name])
+        self.released.add(self.keys[name])
         if how == "received" and name not in self.cancelled:
             self.news.finished_recving.append(received(name))
         elif how == "held":
@@ -133,6 +212,13 @@ class DecodeMachine(RuleBasedStateMachine):
         """Pulls, by the fetch, that lost a rank before their end was told."""
         self.retired: set[int] = set()
         self.params = [new_params() for _ in range(3)]
+        self.lent: dict[str, dict[str, Any]] = {}
+        """Params by ticket, of all that were offered."""
+        self.ends: Counter[str] = Counter()
+        """By key, how many orders would release it on a rank that has it."""
+        self.pulled_names: set[tuple[str, str]] = set()
+        self.tried: set[str] = set()  # keys of pulls that failed, which a later request may try again
+        self.is_lone = False  # True once no rank lived, so that orders were lost
 
     # -- what the scheduler does
 
@@ -166,6 +252,13 @@ class DecodeMachine(RuleBasedStateMachine):
     @rule(refuses=st.booleans(), joins=st.booleans(), acts=st.booleans())
     def step(self, refuses: bool, joins: bool, acts: bool = True) -> None:
         orders = self.ledger.take_orders()
+        self.is_lone = self.is_lone or len(self.noticed) == NUM_RANKS
+        for order in orders:
+            if isinstance(order, Pull):
+                self.pulled_names.add((order.request_id, key_of(order)))
+                self.ends[key_of(order)] += 1
+            elif isinstance(order, Cancel) and order.params is not None:
+                self.ends[key_of(order)] += (order.request_id, key_of(order)) not in self.pulled_names
         for number, rank in enumerate(self.ranks):
             if rank is None:
                 if number not in self.noticed:
@@ -174,7 +267,8 @@ class DecodeMachine(RuleBasedStateMachine):
                     self.ledger.rank_died(number)
                 if joins:
                     self.noticed.discard(number)
-                    self.ranks[number] = DecodeRank()
+                    # What was released before it joined is left to its lease, which has run out here.
+                    self.ranks[number] = DecodeRank(released=set(self.ends))
                     self.ledger.rank_joined(number)
                 continue
             for order in orders:
@@ -194,6 +288,8 @@ class DecodeMachine(RuleBasedStateMachine):
             assert fetch.num_tokens == 32
             self.free |= self.pulled.pop(id(fetch))
         for fetch in outcome.failed:
+            assert fetch.params is not None
+            self.tried.add(str(fetch.plain["key"]))
             assert self.live.pop(fetch.request_id) is fetch
             assert fetch.errors
         for fetch in outcome.free:
@@ -220,6 +316,12 @@ class DecodeMachine(RuleBasedStateMachine):
     # -- what must hold
 
     @invariant()
+    def what_others_wait_for_has_not_ended(self) -> None:
+        for siblings in self.ledger._siblings.values():
+            assert siblings[0].state not in ENDS
+            assert self.ledger._fetches[siblings[0].name] is siblings[0]
+
+    @invariant()
     def no_free_block_is_written(self) -> None:
         for rank in self.ranks:
             if rank is not None:
@@ -228,27 +330,99 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Let everything end: no block, no request and no claim is left behind."""
-        for request_id in list(self.live):
-            if self.live[request_id].state in (State.QUEUED, State.WAITING):
-                self.cancel(request_id)
-        for _ in range(4):
+        for turn in range(7):
+            for request_id in list(self.live):
+                if self.live[request_id].state in (State.QUEUED, State.WAITING, State.REFUSED):
+                    self.cancel(request_id)
             self.step(refuses=False, joins=True)
             for rank in filter(None, self.ranks):
                 for name in list(rank.writes):
                     rank.end(name, "received")
                 for name in list(rank.held):
                     rank.let_go(name, for_good=False)
+                for name, ticket in list(rank.follows.items() if turn < 2 else ()):
+                    rank.offer(name, self.lent.setdefault(ticket, new_params()))
         assert not self.live
         retired = set().union(*(rank.retired for rank in self.ranks if rank is not None))
         assert self.free | retired == set(range(1, NUM_BLOCKS + 1))
         assert not self.free & retired
         assert retired <= self.retired
         assert len(self.ledger) == len(retired) / 2
-        assert not any(rank.claims for rank in self.ranks if rank is not None)
+        for rank in filter(None, self.ranks):
+            assert not rank.claims
+            assert not rank.follows
+        for key, number in self.ends.items():
+            assert number == 1 or self.is_lone or key in self.tried, "it is released once"
 
 
 TestDecode = DecodeMachine.TestCase
 TestDecode.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+
+
+class FollowMachine(DecodeMachine):
+    """The same scheduler, with requests that mostly have no params when they come, but a ticket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tickets = map(ticket_of, itertools.count())
+        self.followed = [next(self.tickets) for _ in range(2)]
+
+    @rule(request_id=IDS, which=st.integers(0, 1), is_new=st.booleans(), how=st.sampled_from(["", "", "", "params"]))
+    def announce(self, request_id: str, which: int, is_new: bool, how: str) -> None:
+        if is_new:
+            self.followed[which] = next(self.tickets)
+        ticket = self.followed[which]
+        if how == "params":  # one leg after the other, perhaps after a decode leg that was given up
+            self.params[which] = self.lent.get(ticket, self.params[which])
+            super().announce(request_id, which, False)
+        elif request_id in self.live:
+            with pytest.raises(LocalProtocolError):
+                self.ledger.follow(request_id, to_follow(ticket))
+        elif (fetch := self.ledger.follow(request_id, to_follow(ticket))) is not None:
+            self.live[request_id] = fetch
+
+    @rule(request_id=IDS, how=st.sampled_from(["", "", "cancel", "release", "refuse"]))
+    def cancel(self, request_id: str, how: str = "cancel") -> None:
+        fetch = self.live.get(request_id)
+        if how in ("cancel", "release"):
+            (self.ledger.cancel if how == "cancel" else self.ledger.release)(request_id)
+            self.live.pop(request_id, None)
+            assert self.ledger.get(request_id) is None
+        elif how and fetch is not None:
+            is_over = fetch.params is None and self.ledger.may_pull(request_id) is None
+            state, error = fetch.state, no_offer(request_id, "no_offer").error
+            self.ledger.refuse(request_id, error)
+            assert fetch.state is (State.REFUSED if is_over else state)
+            assert not is_over or (self.ledger.may_pull(request_id), fetch.errors[0]) == (False, error)
+
+    @rule(number=RANKS, is_so=st.integers(0, 7))
+    def a_rank_dies(self, number: int, is_so: int) -> None:
+        if is_so == 0:
+            self.ranks[number] = None
+
+    @rule(
+        number=RANKS, data=st.data(), how=st.sampled_from(["", "", "", "other", "refused", "late"]), soon=st.booleans()
+    )
+    def the_prefill_answers(self, number: int, data: st.DataObject, how: str, soon: bool) -> None:
+        if soon:
+            self.step(refuses=False, joins=True)
+        if (rank := self.ranks[number]) is None or not (rank.left if how == "late" else rank.follows):
+            return
+        if how == "late":
+            ticket = data.draw(st.sampled_from(sorted(rank.left)))
+            rank.offer_late(ticket, self.lent.setdefault(ticket, new_params()))
+            return
+        name = data.draw(st.sampled_from(sorted(rank.follows)))
+        if how == "refused":
+            rank.left[rank.follows.pop(name)] = name
+            rank.news.not_offered.append(no_offer(name))
+        else:
+            params = self.lent.setdefault(rank.follows[name], new_params())
+            rank.offer(name, new_params() if how == "other" else params)
+
+
+TestFollow = FollowMachine.TestCase
+TestFollow.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
 
 
 # -- prefill: simulated ranks ----------------------------------------------------------------------

@@ -225,8 +225,7 @@ class EngineDesk:
             case Announce():
                 engine.announce(**given)
             case Follow():
-                offer_of = engine._offer_of
-                self._begin(order, engine._begin_follow, lambda x: Offer(order.request_id, offer_of(x)), given)
+                self._begin(order, engine._begin_follow, lambda x: Offer(order.request_id, engine._offer_of(x)), given)
             case Pull():
                 self._begin(order, engine._begin_pull, engine._result_of, given)
             case Load():

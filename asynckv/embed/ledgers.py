@@ -131,25 +131,23 @@ class Event(enum.Enum):
     TELL = "tell"  # the scheduler is told that it was received
 
 
+S, E = State, Event
 ON_EVENT: Mapping[State, Mapping[Event, State]] = {
-    State.FOLLOWING: {
-        Event.OFFER: State.QUEUED,
-        Event.SHARE: State.WAITING,
-        Event.REFUSE: State.REFUSED,
-        Event.SPARE: State.SPARED,
-        Event.CANCEL: State.OVER,
-    },
-    State.QUEUED: {Event.PULL: State.PULLING, Event.CANCEL: State.OVER},
-    State.WAITING: {Event.REFUSE: State.REFUSED, Event.CANCEL: State.OVER},
-    State.PULLING: {Event.COMPLETE: State.RECEIVED, Event.FAIL: State.ENDING, Event.CANCEL: State.ENDING},
-    State.RECEIVED: {Event.TELL: State.OVER, Event.FAIL: State.ENDING, Event.CANCEL: State.OVER},
-    State.ENDING: {Event.FAIL: State.ENDING, Event.CANCEL: State.ENDING, Event.COMPLETE: State.HELD},
-    State.HELD: {Event.RETURN: State.OVER},
-    State.REFUSED: {Event.CANCEL: State.OVER},
-    State.SPARED: {Event.OFFER: State.OVER, Event.REFUSE: State.OVER},
-    State.OVER: {},
+    S.FOLLOWING: {E.OFFER: S.QUEUED, E.SHARE: S.WAITING, E.REFUSE: S.REFUSED, E.SPARE: S.SPARED, E.CANCEL: S.OVER},
+    S.QUEUED: {E.PULL: S.PULLING, E.CANCEL: S.OVER},
+    S.WAITING: {E.REFUSE: S.REFUSED, E.CANCEL: S.OVER},
+    S.PULLING: {E.COMPLETE: S.RECEIVED, E.FAIL: S.ENDING, E.CANCEL: S.ENDING},
+    S.RECEIVED: {E.TELL: S.OVER, E.FAIL: S.ENDING, E.CANCEL: S.OVER},
+    S.ENDING: {E.FAIL: S.ENDING, E.CANCEL: S.ENDING, E.COMPLETE: S.HELD},
+    S.HELD: {E.RETURN: S.OVER},
+    S.REFUSED: {E.CANCEL: S.OVER},
+    S.SPARED: {E.OFFER: S.OVER, E.REFUSE: S.OVER},
+    S.OVER: {},
 }
 """Events that each state takes, and the next state. Any other event raises before anything has changed."""
+
+WAITS = (S.FOLLOWING, S.WAITING)
+ENDS = (S.HELD, S.REFUSED, S.SPARED, S.OVER)  # no other request waits for one in these
 
 
 @dataclass(slots=True, eq=False)
@@ -161,9 +159,10 @@ class Fetch:
         name: The id on the wire, which differs while an earlier request of this id holds blocks.
         params: The params, checked; None until they are offered.
         plain: The params as they travel, or until they are offered what it follows.
-        follow: What it follows; None if it came with params.
-        trace: `traceparent` and `tracestate`, in place of those in its params; empty if none.
+        keys: The key of its params, once they are known, and its ticket, if it has one.
         state: State of the request.
+        follow: What it follows; None if it came with params.
+        trace: `traceparent` and `tracestate`, in place of those that are offered; empty if none.
         groups: The blocks that its pull fills, as they were given to `pull`.
         results: Results of the pull, by rank.
         errors: Errors by rank. The first is the cause, because the pull may have been cancelled on the ranks after it.
@@ -180,9 +179,10 @@ class Fetch:
     name: str
     params: KVTransferParams | None
     plain: dict[str, Any] = field(repr=False)
+    keys: list[Key | str] = field(repr=False)
+    state: State = State.QUEUED
     follow: FollowParams | None = None
     trace: tuple[str, str] = ("", "")
-    state: State = State.QUEUED
     groups: Groups = ()
     results: dict[int, PullResult] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
@@ -192,12 +192,6 @@ class Fetch:
     announcement: int = 0
     is_released: bool = False
     is_retired: bool = False
-
-    @property
-    def _keys(self) -> list[Key | str]:
-        """Its key, once it has params, and its ticket, if it has one."""
-        keys: list[Key | str] = [] if self.params is None else [self.params.key]
-        return keys if self.follow is None else [*keys, self.follow.ticket]
 
     @property
     def num_tokens(self) -> int:
@@ -276,9 +270,9 @@ class DecodeLedger(_Ledger):
         checked = decode_params(params)
         if checked.key in self._spent:
             return None
-        fetch = Fetch(request_id, unused(request_id, self._fetches), None, {}, None, trace_of(trace))
-        _set_params(fetch, checked)
-        return self._queue(fetch)
+        checked = _traced(checked, trace_of(trace))
+        name = unused(request_id, self._fetches)
+        return self._queue(Fetch(request_id, name, checked, msgspec.to_builtins(checked), [checked.key]))
 
     def follow(
         self, request_id: str, follow: Mapping[str, Any], *, trace: Mapping[str, str] | None = None
@@ -294,12 +288,9 @@ class DecodeLedger(_Ledger):
             return None
         # A rank may still report on an earlier follow, so this one has a name of its own.
         name = unused(request_id, ChainMap[str, Any](self._fetches, self._followed))
-        fetch = Fetch(request_id, name, None, msgspec.to_builtins(checked), checked, trace_of(trace), State.FOLLOWING)
+        plain, keys = msgspec.to_builtins(checked), list[Key | str]([checked.ticket])
         remember(self._followed, name, None, MAX_SPENT)
-        for first in self._siblings.get(checked.ticket, [])[:1]:
-            if first.params is not None:
-                _set_params(fetch, first.params)
-        return self._queue(fetch)
+        return self._queue(Fetch(request_id, name, None, plain, keys, State.FOLLOWING, checked, trace_of(trace)))
 
     def may_pull(self, request_id: str) -> bool | None:
         """Return True if a request can be pulled, and False if the caller should `cancel` it and compute its prompt.
@@ -308,11 +299,9 @@ class DecodeLedger(_Ledger):
         with blocks that will serve both through a prefix cache. If a followed request is not offered, it has `errors`.
         """
         fetch = self._current.get(request_id)
-        if fetch is None or fetch.state is State.FOLLOWING:
-            return None if fetch else False
-        if fetch.state is State.WAITING and fetch._keys[0] in self._siblings:
+        if fetch is not None and fetch.state in WAITS and fetch.keys[0] in self._siblings:
             return None
-        return fetch.state is State.QUEUED
+        return fetch is not None and fetch.state is State.QUEUED
 
     def pull(
         self,
@@ -334,7 +323,6 @@ class DecodeLedger(_Ledger):
             raise LocalProtocolError(f"request {request_id[:200]!r} was not announced, or is over")
         self._move(fetch, Event.PULL)
         fetch.groups = groups
-        self._orders.pop(fetch.announcement, None)
         self._order(
             Pull(
                 request_id=fetch.name,
@@ -364,7 +352,6 @@ class DecodeLedger(_Ledger):
             self._outcome.received.remove(fetch)
             self._outcome.free.append(fetch)
         if before in (State.FOLLOWING, State.QUEUED):
-            self._orders.pop(fetch.announcement, None)
             self._order(Cancel(fetch.name, None if fetch.params is None else fetch.plain))
         elif before is State.PULLING:
             # If no rank lives, none takes the pull and releases the request, so that the next one needs its params.
@@ -372,18 +359,15 @@ class DecodeLedger(_Ledger):
 
     def release(self, request_id: str) -> None:
         """Need no lent KV for a request, because its prompt is cached: release it now, or as soon as it is offered."""
-        fetch = self._current.get(request_id)
-        if fetch is None or fetch.state is not State.FOLLOWING:
+        if (fetch := self._current.get(request_id)) is not None and fetch.state is State.FOLLOWING:
+            self._move(self._current.pop(request_id), Event.SPARE)
+        else:
             self.cancel(request_id)
-            return
-        self._move(fetch, Event.SPARE)
-        del self._current[request_id]
 
     def refuse(self, request_id: str, error: Exception) -> None:
         """Follow a request no more, because the scheduler's own time is over. One that was offered is left alone."""
-        fetch = self._current.get(request_id)
-        if fetch is not None and fetch.params is None and fetch.state is not State.REFUSED:
-            self._refuse(fetch, 0, error)
+        if self.may_pull(request_id) is None:
+            self._refuse(self._current[request_id], 0, error)
 
     # -- steps -------------------------------------------------------------------------------------
 
@@ -445,19 +429,17 @@ class DecodeLedger(_Ledger):
         key, fetch = params.key, self._fetches.get(name)
         if fetch is not None and fetch.state is State.FOLLOWING and not offer.is_late:
             self._take_offer(fetch, params)
-        elif self._followed.get(name) != key and key not in self._spent and key not in self._siblings:
-            remember(self._spent, key, None, MAX_SPENT)
-            # Under a name of its own, because a cancellation of `name` would end what the request does now.
-            self._order(Cancel(unused(f"{name}~offered", self._fetches), offer.params))
+            return
         if fetch is not None and fetch.state is State.SPARED:
-            self._orders.pop(fetch.announcement, None)
             self._move(fetch, Event.OFFER)
+        if self._followed.get(name) != key and key not in self._spent and key not in self._siblings:
+            remember(self._spent, key, None, MAX_SPENT)
+            # By a name that is free, because a rank takes a cancellation for the request that has the name.
+            self._order(Cancel(unused(name, self._fetches), offer.params))
 
     def not_offered(self, rank: int, failed: Failed) -> None:
         """Record that a rank follows a request no more; `update` does. The first report of any rank decides for all."""
-        fetch = self._fetches.get(failed.request_id)
-        if fetch is not None and fetch.state in (State.FOLLOWING, State.SPARED):
-            self._refuse(fetch, self._check(rank), failed.error)
+        self._refuse(self._fetches.get(failed.request_id), self._check(rank), failed.error)
 
     def ended(self, request_id: str, error: Exception | None = None) -> None:
         """Record that a pull ended on all ranks, which hold no blocks. For workers that agree among themselves, as in
@@ -487,15 +469,11 @@ class DecodeLedger(_Ledger):
                 self._conclude(fetch)
 
     def rank_joined(self, rank: int) -> None:
-        """Add a new rank in place of one that died, and announce the queued requests to it, or let it follow them.
-
-        The other ranks get these orders too, and refuse to follow a second time.
-        """
+        """Add a new rank in place of one that died, and announce the queued requests to it, or let it follow them."""
         self._missing.remove(self._joining(rank))
         for fetch in self._fetches.values():
-            is_queued = fetch.state in (State.FOLLOWING, State.SPARED, State.QUEUED)
-            if is_queued and fetch.announcement not in self._orders:
-                self._announce(fetch)
+            if fetch.state in (S.FOLLOWING, S.SPARED, S.QUEUED) and fetch.announcement not in self._orders:
+                self._announce(fetch)  # the other ranks refuse to follow a second time
 
     def take_outcome(self) -> Outcome:
         """Return the requests to act on since the last call."""
@@ -514,12 +492,14 @@ class DecodeLedger(_Ledger):
 
     def _queue(self, fetch: Fetch) -> Fetch:
         self._fetches[fetch.name] = self._current[fetch.request_id] = fetch
-        siblings = self._siblings.setdefault(fetch._keys[-1], [])
+        siblings = self._siblings.setdefault(fetch.keys[0], [])
         siblings.append(fetch)
-        if len(siblings) > 1:
-            fetch.state = State.WAITING
-        else:
+        if (first := siblings[0]) is fetch:
             self._announce(fetch)
+        else:
+            fetch.state = State.WAITING
+            if fetch.params is None:
+                fetch.params, fetch.plain, fetch.keys = first.params, first.plain, first.keys
         return fetch
 
     def _announce(self, fetch: Fetch) -> None:
@@ -527,12 +507,16 @@ class DecodeLedger(_Ledger):
 
     def _take_offer(self, fetch: Fetch, params: KVTransferParams) -> None:
         """Let a request that was followed, and those that wait for it, go on as if they had come with these params."""
-        self._orders.pop(fetch.announcement, None)
         remember(self._followed, fetch.name, key := params.key, MAX_SPENT)
-        ticket = fetch._keys[-1]
-        siblings = self._siblings.pop(ticket)
+        siblings = self._siblings.pop(ticket := fetch.keys[0])
+        params = _traced(params, fetch.trace)
+        plain, keys = msgspec.to_builtins(params), [key, ticket]
         for each in siblings:
-            _set_params(each, params)
+            each.params, each.plain, each.keys = params, plain, keys
+        # From here on it is called as if it had come with params: vLLM's workers report pulls by the scheduler's id.
+        del self._fetches[fetch.name]
+        fetch.name = unused(fetch.request_id, self._fetches)
+        self._fetches[fetch.name] = fetch
         if key in self._siblings or key in self._spent:
             self._move(fetch, Event.SHARE)
             self._siblings.get(key, []).extend(siblings)
@@ -541,12 +525,12 @@ class DecodeLedger(_Ledger):
             self._move(fetch, Event.OFFER)
             self._announce(fetch)
 
-    def _refuse(self, fetch: Fetch, rank: int, error: Exception) -> None:
-        """End a follow, also on the ranks that have reported nothing."""
-        fetch.errors[rank] = error
-        self._orders.pop(fetch.announcement, None)
-        self._order(Cancel(fetch.name))
-        self._move(fetch, Event.REFUSE)
+    def _refuse(self, fetch: Fetch | None, rank: int, error: Exception) -> None:
+        """End a follow that nothing has decided, also on the ranks that have reported nothing."""
+        if fetch is not None and fetch.params is None and Event.REFUSE in ON_EVENT[fetch.state]:
+            fetch.errors[rank] = error
+            self._order(Cancel(fetch.name))
+            self._move(fetch, Event.REFUSE)
 
     def _ended(self, rank: int, name: str) -> Fetch | None:
         """Record that a rank has ended a pull; return None if none was expected from it."""
@@ -589,28 +573,29 @@ class DecodeLedger(_Ledger):
             raise LocalProtocolError(
                 f"request {fetch.request_id[:200]!r} is {before.value}: {event.value} is not possible"
             )
-        fetch.state, keys = after, fetch._keys
-        siblings = self._siblings.get(keys[0], [])
-        if after in (State.HELD, State.OVER, State.REFUSED, State.SPARED) and siblings and siblings[0] is fetch:
+        if after is not State.SPARED:
+            self._orders.pop(fetch.announcement, None)
+        fetch.state = after
+        siblings = self._siblings.get(fetch.keys[0], [])
+        if after in ENDS and siblings and siblings[0] is fetch:
             # Siblings use the blocks that are in place by now, or compute their prompts, or fail too.
-            for key in keys:
+            is_failed = bool(fetch.errors) and not fetch.is_cancelled
+            for key in fetch.keys:
                 self._siblings.pop(key, None)
-                if not fetch.errors or fetch.is_cancelled:  # else a later request may still try these params
+                if not is_failed:  # else a later request may still try these params
                     remember(self._spent, key, None, MAX_SPENT)
-            for other in siblings[1:] if fetch.errors and not fetch.is_cancelled else ():
+            for other in siblings[1:] if is_failed else ():
                 other.errors.update(fetch.errors)
                 if after is State.REFUSED:
                     self._move(other, event)
-        elif after in (State.OVER, State.REFUSED) and fetch in siblings:
+        elif after in ENDS and fetch in siblings:
             siblings.remove(fetch)
         if after is State.OVER:
             del self._fetches[fetch.name]
 
 
-def _set_params(fetch: Fetch, params: KVTransferParams) -> None:
-    if fetch.trace[0]:
-        params = msgspec.structs.replace(params, traceparent=fetch.trace[0], tracestate=fetch.trace[1])
-    fetch.params, fetch.plain = params, msgspec.to_builtins(params)
+def _traced(params: KVTransferParams, trace: tuple[str, str]) -> KVTransferParams:
+    return msgspec.structs.replace(params, traceparent=trace[0], tracestate=trace[1]) if trace[0] else params
 
 
 # -- prefill ---------------------------------------------------------------------------------------
@@ -670,10 +655,7 @@ class PrefillLedger(_Ledger):
     # -- what the scheduler decides ----------------------------------------------------------------
 
     def take_ticket(self, ticket: str) -> bool:
-        """Take a request's ticket; return False if another request has brought it, or if it is malformed.
-
-        Give it to `lend`, or to `withdraw_ticket` if the request ends without a loan.
-        """
+        """Take a request's ticket, for `lend` or `withdraw_ticket`; return False if it is malformed, or another's."""
         with suppress(LocalProtocolError):
             if check_ticket(ticket) not in self._tickets:
                 remember(self._tickets, ticket, None, MAX_TICKETS)

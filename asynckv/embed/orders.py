@@ -19,16 +19,14 @@ from asynckv.offload.found import Found
 from asynckv.results import LeaseEnd, Loaded, PullResult, Stored
 from asynckv.told import PromptsCounted
 
-SECRET = ("params", "follow", "ticket")  # fields of orders that hold a key or a ticket
-
 
 class Order(msgspec.Struct, frozen=True):
     """Base class of all orders: plain data that may be pickled and sent to a worker."""
 
     def __repr__(self) -> str:
-        """Leave out keys and tickets, because texts such as tracebacks must not reveal them."""
-        shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name not in SECRET)
-        return f"{type(self).__name__}({', '.join(shown)})"
+        """Leave keys and tickets out, because texts such as tracebacks must not reveal them."""
+        names = [name for name in self.__struct_fields__ if name not in ("params", "follow", "ticket")]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 class Follow(Order, frozen=True):
@@ -42,10 +40,7 @@ class Follow(Order, frozen=True):
 
 
 class Announce(Order, frozen=True):
-    """Say that a request will be pulled: the engine connects, claims it and renews its lease (`Engine.announce`).
-
-    Reported in `Finished.refused` if it was refused, and not reported otherwise.
-    """
+    """Say that a request will be pulled: the engine connects, claims it and renews its lease (`Engine.announce`)."""
 
     request_id: str
     params: Mapping[str, Any]
@@ -72,8 +67,7 @@ class Pull(Order, frozen=True, kw_only=True):
 class Cancel(Order, frozen=True):
     """Give up a request that is followed, announced, pulled, stored or loaded (`Engine.cancel`, `Offload.cancel`).
 
-    With `params` it also releases a request that this engine does not know. Reported in `Finished.refused` if it was
-    refused, and not reported otherwise. The cancelled order is reported in its usual list.
+    With `params` it also releases a request that this engine does not know. What it ends is reported as usual.
     """
 
     request_id: str
@@ -90,16 +84,13 @@ class Lend(Order, frozen=True):
 
 
 class Withdraw(Order, frozen=True):
-    """Declare that a request will never be lent although its params were sent, or take it back (`Engine.withdraw`).
-
-    Reported in `Finished.refused` if it was refused, and not reported otherwise.
-    """
+    """Declare that a request will never be lent although its params were sent, or take it back (`Engine.withdraw`)."""
 
     params: Mapping[str, Any]
 
 
 class WithdrawTicket(Order, frozen=True):
-    """Declare that no request will be lent for a ticket (`Engine.withdraw_ticket`). Reported as `Withdraw` is."""
+    """Declare that no request will be lent for a ticket (`Engine.withdraw_ticket`)."""
 
     ticket: str
 
@@ -107,16 +98,14 @@ class WithdrawTicket(Order, frozen=True):
 class Reclaim(Order, frozen=True):
     """Ask for `num_blocks` blocks back, by revoking requests that were lent for long (`Engine.reclaim`).
 
-    Reported in `Finished.refused` if it was refused, and not reported otherwise. Revoked requests are reported in
-    `Finished.finished_sending`.
+    Revoked requests are reported in `Finished.finished_sending`.
     """
 
     num_blocks: int
 
 
 class CountPrompts(Order, frozen=True):
-    """Pass on what the scheduler counts, for logs, metrics and `asynckv why`. Reported in `Finished.refused` if it was
-    refused, and not reported otherwise."""
+    """Pass on what the scheduler counts, for logs, metrics and `asynckv why`."""
 
     counted: PromptsCounted
 
