@@ -22,11 +22,9 @@ MAX_INTEGER = 1 << 53  # largest count, because every count fits into a message 
 MAX_NAME = 512  # most characters of a name: of an engine, a layer, a part, an address
 MAX_TEXT = 16 * 1024
 
-MAX_TYPED = 64
-"""Most characters of a mistyped name that are compared, because the time grows with the square of the length."""
+MAX_TYPED = 64  # most characters of a mistyped name that are compared: the time grows with the square of the length
 
-NO_SEQUENCE = (str, bytes, bytearray, memoryview, Mapping)
-"""Iterable types that are never meant as a list of items."""
+NO_SEQUENCE = (str, bytes, bytearray, memoryview, Mapping)  # iterable, but never meant as a list of items
 
 Refusal = type[AsyncKVError]
 T = TypeVar("T")

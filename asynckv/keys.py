@@ -20,9 +20,7 @@ from asynckv.errors import ConfigError
 PUBLIC, SECRET = ".key", ".key_secret"
 MOST_BYTES = 64 * 1024  # of one key file
 MOST_KEYS = 65_536  # of one allow-list
-FRESH_S = 1.0
-"""Seconds for which an allow-list is valid while its directory looks unchanged, because a file can change inside it."""
-
+FRESH_S = 1.0  # seconds for which an allow-list is valid while its directory looks unchanged: a file can change in it
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _LINE = re.compile(rb"^[ \t]*(public|secret)-key[ \t]*=[ \t]*[\"']?([^\"'\s]*)[\"']?[ \t\r]*$", re.MULTILINE)
 _Z85 = b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
@@ -84,8 +82,7 @@ class AllowList:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.errors = 0
-        """Number of failures since to read a file or the directory; a file that cannot be read admits no key."""
+        self.errors = 0  # failures to read a file or the directory; a file that cannot be read admits no key
         self._files: dict[str, tuple[tuple[int, ...], bytes]] = {}
         self._keys: frozenset[bytes] = frozenset()
         self._stamp: tuple[int, ...] = ()

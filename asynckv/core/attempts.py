@@ -41,8 +41,7 @@ class RequestEvent(enum.StrEnum):
     ENDED = "ended"  # an attempt has ended, well or not, and none follows
     FAILED_FOR_NOW = "failed_for_now"  # an attempt failed, and another may succeed
     TIME = "time"  # the pause is over, and the blocks are free
-    GIVEN_UP = "given_up"
-    """The request was cancelled, the engine closes, the deadline passed, or the blocks were given up."""
+    GIVEN_UP = "given_up"  # it was cancelled, the engine closes, the deadline passed, or the blocks were given up
 
 
 S, E = RequestState, RequestEvent

@@ -226,8 +226,7 @@ class PeerLine:
     in_flight: InFlight
     posters: deque[Source] = field(default_factory=deque)
     is_open: bool = False
-    is_set_aside: bool = False
-    """True while the peer sends nothing, so that its transfers in flight take no room from others."""
+    is_set_aside: bool = False  # True while the peer sends nothing: its transfers then take no room from others
     has_turn: bool = False
 
     def clear(self) -> None:

@@ -37,9 +37,7 @@ from asynckv.geometry.match import owed_readers
 NOWHERE = ReplyTo(b"")
 RECALL = "recall"  # why blocks are taken back at once
 MAX_READERS = 4096
-MAX_WAYS = 4
-"""Connections that are remembered for one attempt of a reader, because repeats may come over another connection."""
-
+MAX_WAYS = 4  # connections remembered for one attempt of a reader, as repeats may come over another one
 MAX_HISTORY = 1024
 PROBE_S = 1.0  # seconds until a reader without a running grant is looked at again; the time doubles after each look
 MAX_REFUSALS = 8
@@ -115,8 +113,7 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
     lease_s: float
     grant_s: float
     max_lease_s: float
-    readers: int
-    """Number of cohorts that may read and are waited for; above 1 for siblings and for routers that retry elsewhere."""
+    readers: int  # cohorts that may read and are waited for; above 1 for siblings, and routers that retry elsewhere
     tp_rank: int
     tp_size: int
     num_token_shards: int = 1
@@ -211,10 +208,8 @@ class Lease:
     since: float = field(init=False)
     expires_at: float = field(init=False)
     """Time at which the lease expires. A grant may postpone it; an early release of that grant does not undo this."""
-    look_at: float = field(init=False)
-    """Time of the next check for grants that have run out, and for readers that are gone."""
-    warn_at: float = field(init=False)
-    """Time of the next warning that the request is held for long. The interval doubles each time."""
+    look_at: float = field(init=False)  # time of the next check for grants that ran out, and readers that are gone
+    warn_at: float = field(init=False)  # time of the next warning that it is held for long; the interval doubles
     digest: bytes = field(init=False)
     history: notes.History = field(init=False)
     is_over: bool = False
@@ -243,8 +238,7 @@ class Lease:
     keys: dict[Reader, str] = field(default_factory=dict)
     """Key of each reader's first message. Messages in that reader's name under another key are refused."""
     discharged: dict[Reader, Discharge] = field(default_factory=dict)
-    gone: set[Reader] = field(default_factory=set)
-    """Owed readers without a running grant, and with a process that has ended."""
+    gone: set[Reader] = field(default_factory=set)  # owed readers without a running grant, whose process has ended
     refused: list[Refusal] = field(default_factory=list)
     revoked_by: str = ""
     on_end: Callable[[], None] | None = None  # the engine calls it at the end, and it is None from then on

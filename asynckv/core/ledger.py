@@ -21,9 +21,7 @@ from asynckv.geometry.bounds import NULL, BlockRuns, Int64s
 
 Kind = Literal["lent", "writing"]
 
-FEW = 16
-"""Blocks up to which a loop is faster than an array, because one array operation costs as much as several of them."""
-
+FEW = 16  # blocks up to which a loop is faster than an array: one array operation costs as much as several of them
 ONE = np.int32(1)  # one in the type of the counts, because numpy takes a hundred times as long with a Python integer
 
 

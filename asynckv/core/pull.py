@@ -93,8 +93,7 @@ class Effect(enum.Enum):
     EXPECT = enum.auto()  # the pull will ask to read once its ranks are met
     QUEUE = enum.auto()
     POST = enum.auto()
-    DETACH = enum.auto()
-    """Staged reads that still run place nothing any more, so that the blocks need not wait for them."""
+    DETACH = enum.auto()  # staged reads that still run place nothing any more, so the blocks need not wait for them
     LEAVE = enum.auto()  # the pull needs no room and no place in the queue any more
     SEND = enum.auto()
     RETURN = enum.auto()

@@ -24,9 +24,7 @@ from asynckv.geometry.tables import PeerTables
 
 MAX_ENDPOINTS = 65_536
 
-MAX_SOURCES = 128
-"""Most remote ranks of one pull, because each costs a link and a handshake, and strangers can make params."""
-
+MAX_SOURCES = 128  # most remote ranks of one pull: each costs a link and a handshake, and strangers can make params
 MAX_CHOICES = 4096
 
 Chosen = tuple[PeerTables | None, ...]

@@ -110,10 +110,8 @@ class Source:
     confirms: bool = False  # True if the owner may recall the request
     confirmed_nonce: int = 0  # newest claim or renewal that was granted; `granted_nonce` may be greater: see `refused`
     covered_until: float = NEVER
-    lent_by: float = math.inf
-    """Latest moment, on our clock, at which the blocks were lent; infinite while nothing is granted."""
-    not_lent_yet: bool = False
-    """True if the rank has said that the request is not lent yet, so that reading now would be useless."""
+    lent_by: float = math.inf  # latest moment, on our clock, at which the blocks were lent; infinite until a grant
+    not_lent_yet: bool = False  # True if the rank said that it is not lent yet, so that reading would be useless
     not_lent_yet_at: float = NEVER
     proven: bool = False  # True once the bytes are known to be the lent ones
     claim_at: float = math.inf

@@ -25,13 +25,9 @@ from asynckv.core.types import Reason
 from asynckv.edges.control.local import LocalDoor
 from asynckv.engine.driver import Driver, kept
 
-GRACE_S = 1.0
-"""Seconds for which closing waits for acknowledgements alone, or for peers that are being loaded when time is up."""
-
+GRACE_S = 1.0  # seconds for which closing waits for acknowledgements alone, or for loading peers when time is up
 PROMISED = frozenset(LeaseState)  # why blocks are held that a reader may still read by a promise
-LOG_S = 0.25
-"""Seconds for which closing waits for the log's last lines when time is up; a disk takes milliseconds, or hangs."""
-
+LOG_S = 0.25  # seconds for which closing waits for the log's last lines when time is up: a disk takes milliseconds
 MAX_NAMED = 64  # most requests with grants that were cut short that the log names
 
 

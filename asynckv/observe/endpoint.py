@@ -34,19 +34,15 @@ Respond = Callable[..., Any]
 
 SILENT_S = 10.0  # seconds of silence after which a client's connection is closed
 
-MOST_S = 30.0
-"""Seconds that a client may take in all, because one that sends a letter every few seconds is never silent."""
+MOST_S = 30.0  # seconds that a client may take in all: one that sends a letter every few seconds is never silent
 
-MAX_CLIENTS = 32
-"""Limit of connections, each with a thread. A further one closes the oldest, so silent clients keep no other out."""
-
+MAX_CLIENTS = 32  # connections, each with a thread; a further one closes the oldest, so silent ones keep none out
 POLL_S = 0.1
 
 
 class _Server(ThreadingWSGIServer):
     def __init__(self, address: tuple[str, int], *args: Any) -> None:
-        self._until: dict[Any, float] = {}
-        """Client -> when it must be done. The acceptor makes entries, and each thread removes its own."""
+        self._until: dict[Any, float] = {}  # client -> deadline; the acceptor adds, each thread removes its own
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         super().__init__(address, *args)
 

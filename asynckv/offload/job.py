@@ -66,8 +66,7 @@ class JobKind(enum.StrEnum):
 
 
 class JobOutcome(enum.StrEnum):
-    DONE = "done"
-    """A load has all blocks in place. A store has all blocks that had room, see `JobEnded.missing`."""
+    DONE = "done"  # a load has all blocks in place, a store all that had room (`JobEnded.missing`)
     MISSING = "missing"  # some blocks are not stored, or not any more
     NO_ROOM = "no_room"  # blocks must be brought from the file tier, but everything in host memory is pinned
     TIMEOUT = "timeout"
@@ -104,8 +103,7 @@ class JobState(enum.StrEnum):
 class JobEvent(enum.StrEnum):
     """Event of a job besides the ends of its moves."""
 
-    STOPPED = "stopped"
-    """A transfer failed, a block is missing, there is no room, the time is up, or the caller has cancelled it."""
+    STOPPED = "stopped"  # a transfer failed, a block is missing, there is no room or no time, or the caller cancelled
 
 
 def all_is_moved(job: Job) -> bool:

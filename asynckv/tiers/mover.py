@@ -38,9 +38,7 @@ LATE_S = 1.0
 """Seconds that a load's copy may take beyond its job's deadline: it takes milliseconds, or hangs. Copies of stores wait
 for those of loads, and have `timeout_s` after they are posted."""
 
-IN_ONE_TURN = 256
-"""Blocks that are taken, and posted, in one turn of the loop: a thousand take two milliseconds for each."""
-
+IN_ONE_TURN = 256  # blocks that are taken, and posted, in one turn of the loop: a thousand take 2 ms for each
 MAX_FAILURES = 10  # failures that are logged at once; then one per second
 NO_ROOM_S = 60.0  # at least so long is between two lines of stores that found no room: where one does, so do many
 COUNTERS = (

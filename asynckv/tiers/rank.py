@@ -93,10 +93,8 @@ class Tiers:
         self._is_to_be_told = False
         self._written_before: int | None = None
         self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
-        self._opening: asyncio.Future[int] | None = None
-        """Another thread takes memory and opens files: until it has ended, they are its own."""
-        self._num_left = 0
-        """Number of times that this thread did not come back in time. Once left, it lets go of all by itself."""
+        self._opening: asyncio.Future[int] | None = None  # until it has ended, memory and files are its thread's
+        self._num_left = 0  # times that it did not come back in time; once left, it lets go of all by itself
         self._turned = asyncio.Event()  # set when it has come back, or was left
         self._tidying: asyncio.Task[None] | None = None
 

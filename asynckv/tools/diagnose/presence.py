@@ -31,8 +31,7 @@ SILENCE_S = 5.0
 or hangs."""
 LAPSE_S = 3.0  # the same after a lease, by which a reader loses a silent rank
 UNDER_WAY_S = 0.25  # no message is on its way for longer
-MOST = 0.9
-"""Part of a lease's time for which a blocked loop explains a missing claim; its beginning is known to seconds."""
+MOST = 0.9  # part of a lease's time for which a blocked loop explains a missing claim; it is known to seconds
 
 
 @dataclass(frozen=True, slots=True)

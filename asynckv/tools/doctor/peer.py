@@ -40,8 +40,7 @@ SLOW_S = ANSWER_S - SILENCE_S
 RETRY_S = 0.25
 CONNECT_S = 3.0
 GREETING_S = 2.0
-HUNG_UP = 0x0200 | 0x0800 | 0x2000 | 0x4000
-"""ZMQ's events: disconnected, and a handshake that failed for whatever cause."""
+HUNG_UP = 0x0200 | 0x0800 | 0x2000 | 0x4000  # ZMQ's events: disconnected, or a handshake that failed
 
 IP_MTU, IPV6_MTU = 14, 24
 
