@@ -255,6 +255,14 @@ async def test_otherwise_one_leg_follows_the_other(offer: Act, answer: Act, ahea
     assert metrics['pd_proxy_seconds_count{until="end",way="in_turn"}'] == 3
 
 
+async def test_decode_engines_that_do_not_follow_still_take_turns() -> None:
+    prefill, decode = Fake(offers()), [Fake(says({"choices": []})) for _ in range(2)]
+    async with routed([prefill], decode) as client:
+        for _ in range(6):
+            assert (await client.ask())[0] == 200
+    assert [len(it.asked) for it in decode] == [3, 3]
+
+
 @pytest.mark.parametrize("at", ["prefill", "decode"])
 @pytest.mark.parametrize("why", ["fault", "health"])
 async def test_a_fault_or_a_restart_forgets_what_an_engine_has_said(at: str, why: str) -> None:
@@ -442,22 +450,22 @@ async def test_a_prefill_leg_that_fails_after_the_first_piece_is_only_counted(ac
     assert metrics['pd_proxy_requests_total{path="/v1/completions",status="200"}'] == 2
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-async def test_a_prefill_leg_that_fails_with_the_first_piece_ends_nothing(
-    is_stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_prefill_leg_that_fails_with_the_first_piece_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails_now(loan: Loan) -> None:
         assert loan.follower is not None
         loan.follower.reschedule(0)
         reads(loan)
 
     reads = Loan.reads
-    prefill, decode = Fake(offers()), Fake(ANSWERS, follows(SAYS_EVENTS) if is_stream else ANSWERS)
+    prefill, decode = Fake(offers()), Fake(ANSWERS, follows(streams(EVENT, DONE)))
     async with taught([prefill], [decode]) as client:
         monkeypatch.setattr(Loan, "reads", fails_now)
-        async with client.streaming(stream=is_stream) as answer:
-            assert answer.status == 200
-            assert (await answer.read()).endswith(DONE if is_stream else b"}")
+        async with client.streaming() as answer:
+            assert await answer.content.readexactly(len(EVENT)) == EVENT
+            for piece in (DONE, b""):
+                await client.ready()  # the end would have come by now
+                decode.go_on.set()
+                assert await answer.content.read(len(DONE)) == piece
     assert len(told(prefill)) == len(decode.asked) == 1
 
 
@@ -569,8 +577,10 @@ async def test_silence_of_a_decode_leg_counts_from_the_answer_of_the_prefill_leg
             assert [(it["role"], it["engine"]) for it in events if it["event"] == "request_waits"] == [
                 ("prefill", prefill.url)
             ]
+            began = asyncio.get_running_loop().time()
             prefill.hears.set()
             status, answer = await asked
+            assert asyncio.get_running_loop().time() - began > limits.silence_s
         assert (status, answer["error"]["type"]) == (504, "timeout")
         await leaves(decode)
     assert (len(lent(prefill)), len(decode.asked)) == (1, 1)
