@@ -18,12 +18,8 @@ from typing import Any, TypeVar
 
 from asynckv.errors import AsyncKVError, LocalProtocolError
 
-MAX_INTEGER = 1 << 53
-"""Largest count, because every count fits into a message and an array."""
-
-MAX_NAME = 512
-"""Most characters of a name: of an engine, a layer, a part, an address."""
-
+MAX_INTEGER = 1 << 53  # largest count, because every count fits into a message and an array
+MAX_NAME = 512  # most characters of a name: of an engine, a layer, a part, an address
 MAX_TEXT = 16 * 1024
 
 MAX_TYPED = 64

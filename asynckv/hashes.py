@@ -19,8 +19,7 @@ from asynckv.arguments import integer
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import MAX_TOKENS
 
-BYTES = 24
-"""Bytes of each returned digest, which are 32 characters."""
+BYTES = 24  # bytes of each returned digest, which are 32 characters
 
 
 def token_hashes(tokens: Sequence[int], hash_tokens: int, *, also: Iterable[tuple[int, str | bytes]] = ()) -> list[str]:

@@ -144,7 +144,17 @@ class CopyMade:
 DataNews = TransferEnded | AgentLost | AgentReplaced | CopyMade
 
 
-class DataPlane(Protocol):
+class _Plane(Protocol):
+    """Common methods of the planes that move bytes."""
+
+    def statistics(self) -> dict[str, int]:
+        """Gauges and counters: what is posted, running and in doubt, wake-ups, back end facts."""
+
+    def describe(self) -> dict[str, str]:
+        """Versions, transports and modes in use, for reports."""
+
+
+class DataPlane(_Plane, Protocol):
     """Moves bytes between registered memories."""
 
     async def start(self, memories: Sequence[Memory], on_ready: Callable[[], None]) -> AgentInfo:
@@ -206,12 +216,6 @@ class DataPlane(Protocol):
     def watch(self, serving: bool) -> None:
         """Set whether remote readers may need this plane's progress (leases or handshakes are open)."""
 
-    def statistics(self) -> dict[str, int]:
-        """Gauges and counters: handles, in doubt, posted, wake-ups, back end facts."""
-
-    def describe(self) -> dict[str, str]:
-        """Versions, transports and modes in use, for reports."""
-
     async def quiesce(self) -> None:
         """Stop threads before `close`, and wait for them off the loop, so that `close` does not.
 
@@ -237,18 +241,11 @@ class CopyOp(enum.StrEnum):
     WRITE = "write"  # to a tier: blocks are stored, records are written
 
 
-class _MovePlane(Protocol):
+class _MovePlane(_Plane, Protocol):
     """Common methods of copy planes and record planes."""
 
-    def statistics(self) -> dict[str, int]:
-        """Gauges and counters."""
-
-    def describe(self) -> dict[str, str]:
-        """Versions, transports and modes in use, for reports."""
-
     async def quiesce(self, timeout_s: float | None = None) -> None:
-        """Finish running copies before `close`, stop threads, and wait off the loop for at most `timeout_s`.
-        Idempotent."""
+        """Finish running copies before `close`, stop threads; wait off the loop for at most `timeout_s`. Idempotent."""
 
     def close(self) -> None:
         """End everything; nothing reads or writes the memory afterwards. Idempotent. Waits for threads, if any.

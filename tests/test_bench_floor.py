@@ -202,6 +202,7 @@ def test_a_floor_that_is_wrong_or_fails_is_a_problem() -> None:
         ({"engines": "1:2"}, "leave out --engines"),
         ({"rate": 5.0}, "leave out --rate, --speed"),
         ({"announced": True}, "leave out --announced"),
+        ({"follow": True}, "leave out --rate, --speed, --remote, --floor and --announced"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(changes: dict[str, Any], says: str) -> None:

@@ -273,6 +273,13 @@ def test_the_table_says_announced_and_gives_small_times_in_microseconds() -> Non
     assert "announced" not in shown(report.make(options(), good()))
 
 
+def test_followed_requests_are_compared_with_announced_ones() -> None:
+    found = measured(outcome(0, 0.2), outcome(1, 0.1), bytes=Counter(verified=200, wanted=200), followed={0})
+    result = report.make(options(follow=True), found)
+    assert (result["latency_s"]["max"], result["announced_s"]["max"], result["schedule"]["clock"]) == (0.2, 0.1, "loan")
+    assert re.search(r"from the loan +200.00 ms.*\n +if announced before +100.00 ms", shown(result))
+
+
 def test_every_submitted_request_is_in_a_count_when_a_half_dies() -> None:
     # Of four in a window one was pulled by one of two ranks; the others' answers never came.
     work = Workload("fixed 32", (32,) * 6)

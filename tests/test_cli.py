@@ -153,7 +153,7 @@ def test_help_loads_nothing_heavy() -> None:
     ("ranks", "options"),
     [
         (2, []),
-        (4, ["--tp", "2"]),
+        (3, ["--tp", "1:2", "--follow"]),
         (3, ["--tp", "2:1", "--order", "hnd", "--prefix-hit", "37", "--block-size", "48:16"]),
         (3, ["--model", "nemotron-h-8b", "--tp", "1:2", "--prefix-hit", "30%", "--order", "nhd:hnd"]),
         (5, ["--model", "deepseek-v3", "--tp", "1:4", "--dcp", "1:4", "--prefix-hit", "37"]),

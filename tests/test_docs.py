@@ -65,7 +65,7 @@ def test_every_reason_is_explained_once_with_the_error_that_it_raises() -> None:
     text = (DOCS / "api.md").read_text().partition("\n### Reasons\n")[2]
     rows = re.findall(r"^\| `(\w+)` \| (?:`(\w+)`)? ?\| .+ \|$", text, re.MULTILINE)
     errors = {**dict.fromkeys(wire.REFUSED, "LeaseRefused"), **{r: e.__name__ for r, e in ERRORS.items()}}
-    errors |= {Reason.QUEUE_FULL: "Overloaded", Reason.COMPLETE: "", Reason.DISCHARGED: ""}
+    errors |= {Reason.QUEUE_FULL: "Overloaded", Reason.NO_OFFER: "NoOffer", Reason.COMPLETE: "", Reason.DISCHARGED: ""}
     told = {
         Reason(reason): error or ("LeaseRefused" if Reason(reason) in wire.REFUSED else "") for reason, error in rows
     }

@@ -129,9 +129,7 @@ class Request:
         self.state, self.next_at = ON_EVENT[self.state].get(event) or self._allow(event), when
 
     def time(self, now: float) -> None:
-        """Begin the next attempt once the pause is over and the blocks are back, or give up if none may begin any
-        more; wait on otherwise.
-        """
+        """Begin the next attempt once the pause is over and the blocks are back; give up if none may begin any more."""
         after, pull = self._allow(E.TIME), self.pull
         assert pull is not None
         # The end of the last attempt may come late, and no attempt begins once its caller has stopped waiting.

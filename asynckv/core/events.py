@@ -18,8 +18,7 @@ class Ending(enum.StrEnum):
 
     DONE = "done"  # all bytes are in place
     FAILED = "failed"  # the transfer failed, and it is proven that it writes nothing any more
-    IN_DOUBT = "in_doubt"
-    """The transfer failed, but may still write. `DONE` or `FAILED` may follow, or nothing at all."""
+    IN_DOUBT = "in_doubt"  # the transfer failed, but may still write; `DONE` or `FAILED` may follow, or nothing at all
     DETACHED = "detached"
     """The transfer is staged, and places nothing any more, but may still write its slot of staging memory. So its
     blocks are free, and its peer is not. `FAILED` or `DONE` may follow, or nothing at all."""

@@ -41,17 +41,13 @@ MAX_WAYS = 4
 """Connections that are remembered for one attempt of a reader, because repeats may come over another connection."""
 
 MAX_HISTORY = 1024
-PROBE_S = 1.0
-"""Seconds until a reader without a running grant is looked at again. The time doubles after each look."""
-
+PROBE_S = 1.0  # seconds until a reader without a running grant is looked at again; the time doubles after each look
 MAX_REFUSALS = 8
 
 MAX_SHOWN_ID = 80
 MAX_OWED = 64  # readers that are named to the caller
 
-MAX_ATTEMPTS = 64
-"""Grants and releases of one reader that one lease takes, because all of them are remembered."""
-
+MAX_ATTEMPTS = 64  # grants and releases of one reader that one lease takes, because all of them are remembered
 MAX_GRANTS = 2 * MAX_READERS  # grants of one lease that run at a time
 AT_ONCE = 128  # grants that lapse in one step, and readers that are looked at; more wait for the next turn of the loop
 

@@ -17,9 +17,7 @@ from typing import TypeVar
 K = TypeVar("K")
 V = TypeVar("V")
 
-MAX_BUCKETS = 16_384
-"""Number of buckets. Beyond that, the sharers that were silent for longest begin anew."""
-
+MAX_BUCKETS = 16_384  # number of buckets; beyond that, the sharers that were silent for longest begin anew
 MIN_WARN_S = 0.5  # seconds before which nothing is reported, however short the lease in a stranger's params is
 
 

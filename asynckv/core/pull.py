@@ -51,9 +51,7 @@ from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, ReadRequest
 from asynckv.geometry.tables import PeerTables
 
-MAX_ASKED_S = 86_400.0
-"""Seconds that one claim asks for at most. If the deadline is later, renewals ask again."""
-
+MAX_ASKED_S = 86_400.0  # seconds that one claim asks for at most; if the deadline is later, renewals ask again
 MAX_HISTORY = 256
 MAX_RELEASE_PAUSE_S = 5.0  # longest pause between two releases that are not acknowledged
 
@@ -63,8 +61,7 @@ class Kind(enum.Enum):
     """Meets ranks and renews the lease. It becomes one of the next two kinds when its caller asks for the blocks."""
     PULL = enum.auto()  # fills blocks
     HIT = enum.auto()  # fills nothing, and only releases all ranks
-    DISCHARGE = enum.auto()
-    """Tells all ranks that no attempt follows after all. It has no caller."""
+    DISCHARGE = enum.auto()  # tells all ranks that no attempt follows after all; it has no caller
 
 
 class PullState(enum.StrEnum):
@@ -731,9 +728,7 @@ class Pull:
         self._effects += (DO.TELL, DO.SEND)
 
     def _settle(self, after: PullState, now: float, then: PullEvent | None = None) -> list[Effect]:
-        """Enter a state, and those that follow from it by `WHEN`; then take another event, if one is given. Return the
-        effects.
-        """
+        """Enter a state and those that follow by `WHEN`, then take another event, if given. Return the effects."""
         for _ in WHEN:
             if after is not self.state:
                 self._enter(after, now)

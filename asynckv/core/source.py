@@ -46,8 +46,7 @@ class Role(enum.StrEnum):
     """The part of a remote rank in an attempt."""
 
     UNKNOWN = "unknown"  # the rank may hold something of ours, and was not asked yet
-    READ = "read"
-    """The rank is expected to be read. The exact reads are known once all such ranks are met."""
+    READ = "read"  # the rank is expected to be read; the exact reads are known once all such ranks are met
     RELEASE_ONLY = "release_only"
     """Nothing is read from the rank, but it has lent the request to us and waits for our release."""
 
@@ -109,8 +108,7 @@ class Source:
     nonces: dict[int, float] = field(default_factory=dict)
     granted_nonce: int = 0
     confirms: bool = False  # True if the owner may recall the request
-    confirmed_nonce: int = 0
-    """Newest claim or renewal that was granted. `granted_nonce` may be greater: see `refused`."""
+    confirmed_nonce: int = 0  # newest claim or renewal that was granted; `granted_nonce` may be greater: see `refused`
     covered_until: float = NEVER
     lent_by: float = math.inf
     """Latest moment, on our clock, at which the blocks were lent; infinite while nothing is granted."""

@@ -16,8 +16,7 @@ class Timers:
     """A heap of items by the time at which to wake them. Entries that are out of date are skipped."""
 
     def __init__(self) -> None:
-        self.earliest = math.inf
-        """Time before which no item is due. `next_at` is the exact time of the next one."""
+        self.earliest = math.inf  # time before which no item is due; `next_at` is the exact time of the next one
         self._heap: list[tuple[float, int, Timed]] = []
         self._order = itertools.count()
         self._stale = 0

@@ -156,7 +156,13 @@ SAME_SHARDS = "give PrefillRanks the number of its ranks' layouts, and every ran
 class FollowParams(Struct, frozen=True, kw_only=True, gc=False):
     """A ticket that a decode engine follows before there are params, and the prefill engine that has it too.
 
-    The ticket is 128 random bits in hex, and as secret as a key. The other fields are those of `KVTransferParams`.
+    Attributes:
+        ticket: 128 random bits as 32 hexadecimal digits, as secret as a key.
+        engine_id: The prefill engine.
+        tp_size: Its ranks per pipeline stage.
+        pp_size: Its pipeline stages.
+        endpoints: Every rank of it.
+        num_token_shards: Number of its neighbouring ranks that share tokens.
     """
 
     ticket: Ticket

@@ -9,9 +9,7 @@ from typing import Any
 
 from asynckv.edges.pages import control_groups, text_of
 
-FIRST_PID_NAMESPACE = 0xEFFFFFFC
-"""The inode of the first PID namespace, on every host."""
-
+FIRST_PID_NAMESPACE = 0xEFFFFFFC  # the inode of the first PID namespace, on every host
 _THROTTLED = re.compile(r"^throttled_(usec|time) (\d{1,19})$", re.MULTILINE)
 
 

@@ -29,9 +29,7 @@ def is_emulated(tls: str, net_devices: str, rdma: Iterable[str], *, is_local: bo
     """Return True if reads of this engine's memory may have to be answered by its process.
 
     Args:
-        tls: UCX's `TLS` setting; empty if all transports may be used.
-        net_devices: UCX's `NET_DEVICES` setting, or empty.
-        rdma: The RDMA devices of this host.
+        tls, net_devices: UCX's settings; empty if all may be used.
         is_local: True if only processes of this host can reach the engine.
         is_copied: True if processes of this host can copy from each other's memory (`has_cma`).
     """

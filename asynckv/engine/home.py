@@ -58,9 +58,7 @@ class Home:
         self.loop, self._thread, self.is_settled = None, 0, False
 
     def here(self, call: Callable[..., Any], *, is_first: bool = False) -> None:
-        """Refuse a call from elsewhere than the engine's event loop; with `is_first` any loop will do while there is
-        none.
-        """
+        """Refuse calls from elsewhere than the engine's loop; with `is_first` any loop will do while there is none."""
         try:
             is_here = asyncio.get_running_loop() is self.loop
         except RuntimeError:

@@ -7,8 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 LAGS_S = (0.001, 0.01, 0.1, 1.0, 10.0)
-NOTED_S = 1.0
-"""Least time between two readings of the kernel's counters."""
+NOTED_S = 1.0  # least time between two readings of the kernel's counters
 
 
 class LoopLag:

@@ -44,11 +44,7 @@ def kept_tables(
 
 
 def plan_copies(tables: PeerTables, blocks: Sequence[tuple[Ids, Ids]]) -> Plan:
-    """Plan copies between blocks and slots one for one, where a range has the rank's own form.
-
-    Args:
-        blocks: Per group the blocks and, in a list of equal length, their slots.
-    """
+    """Plan copies between each group's blocks and slots one for one, where a range has the rank's own form."""
     if len(blocks) != len(tables.local.groups):
         raise PlanRefused(f"blocks of {len(blocks)} groups are given, but the layout has {len(tables.local.groups)}")
     sections = []
@@ -94,12 +90,6 @@ def _kernel_blocks(ids: Int64s, ratio: int) -> Int32s:
 
 
 def plan_load(tables: PeerTables, local: Sequence[BlockList], kept: Sequence[BlockRuns], num_tokens: int) -> Plan:
-    """Plan a load by tokens from the range of a rank with any geometry.
-
-    Args:
-        local: Per group of ours, the first token to fill and the blocks, from `check_block_ids`.
-        kept: Per group of that rank, the slots.
-        num_tokens: Tokens that have to be present afterwards.
-    """
+    """Plan a load of `num_tokens` into blocks from `check_block_ids`, from the slots of a rank with any geometry."""
     # One more token is offered than wanted, because states are stored only at block ends, not after the last token.
     return plan_read(tables, BlockLists(local, kept, num_tokens, num_tokens + 1))

@@ -62,8 +62,6 @@ class BlockLists:
     Args:
         local: Per group of ours, the first token to fill and the blocks. Nothing below `first_token` is written, and
             nothing is wanted where the list has a placeholder.
-        remote: Per group of theirs, the lent blocks.
-        num_tokens: Number of tokens that are wanted.
         offered_tokens: Number of tokens with lent KV; `num_tokens` if left out.
     """
 

@@ -22,23 +22,14 @@ LEAST_PIECE = 64  # bytes; copying a smaller piece takes as long
 
 
 class ReadCosts(NamedTuple):
-    """The costs of reads on one data plane, in seconds, and the length of a slot of its staging memory.
+    """The costs of reads on one data plane, in seconds, and the length of a slot of its staging memory."""
 
-    Attributes:
-        descriptor_s: Per descriptor.
-        read_s: Per byte that is read.
-        place_s: Per byte that is copied from staging memory to its place.
-        slot_bytes: Most bytes of a run.
-        ask_s: Per byte of a packed copy, for the messages about it.
-        least_packed: Least bytes of a packed copy that is worth a round trip.
-    """
-
-    descriptor_s: float
-    read_s: float
-    place_s: float
-    slot_bytes: int
-    ask_s: float = 0.3e-9
-    least_packed: int = 64 * 1024
+    descriptor_s: float  # per descriptor
+    read_s: float  # per byte that is read
+    place_s: float  # per byte that is copied from staging memory to its place
+    slot_bytes: int  # most bytes of a run
+    ask_s: float = 0.3e-9  # per byte of a packed copy, for the messages about it
+    least_packed: int = 64 * 1024  # least bytes of a packed copy that is worth a round trip
 
     def packed(self, rows: int, dense: int, wanted: int, placed: int) -> float:
         """Return the seconds that a pair of blocks takes by a packed copy, which the owner makes as we would place."""

@@ -236,7 +236,6 @@ class PeerTables:
     """The mapping of all that is read of one remote rank to our memory; made once per peer.
 
     Args:
-        shares: The shares that are read of it, from `assign`.
         ids: Source of table ids for all peers.
         costs: Costs of the data plane's reads; None if it stages none.
         pack_bytes: Most bytes of a packed copy that the remote rank makes; 0 if it makes none.

@@ -32,8 +32,7 @@ from asynckv.observe.observer import Observed, Observer
 Environ = dict[str, Any]
 Respond = Callable[..., Any]
 
-SILENT_S = 10.0
-"""Seconds of silence after which a client's connection is closed."""
+SILENT_S = 10.0  # seconds of silence after which a client's connection is closed
 
 MOST_S = 30.0
 """Seconds that a client may take in all, because one that sends a letter every few seconds is never silent."""

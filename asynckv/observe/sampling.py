@@ -13,8 +13,7 @@ from zlib import crc32
 
 from asynckv.core.limits import Limiter
 
-ROOM = 0.75
-"""Share of the configured rate that is aimed at, because requests never come evenly."""
+ROOM = 0.75  # share of the configured rate that is aimed at, because requests never come evenly
 
 
 class Rate:

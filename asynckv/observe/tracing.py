@@ -29,15 +29,9 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Span, SpanContext, TracerProvider
 
-MAX_KEPT = 4096
-"""Limit of the remembered contexts of attempts, and of leases."""
-
-SAME_CLOCK_NS = 50_000_000
-"""Difference beyond which the wall clock must have been set, or the engine has another clock."""
-
-MAX_EVENTS = 128
-"""Limit of the events of one span; those in the middle of the history are left out."""
-
+MAX_KEPT = 4096  # limit of the remembered contexts of attempts, and of leases
+SAME_CLOCK_NS = 50_000_000  # difference beyond which the wall clock must have been set, or the engine has another clock
+MAX_EVENTS = 128  # limit of the events of one span; those in the middle of the history are left out
 MAX_TEXT = 256
 MAX_NAMED = 8
 

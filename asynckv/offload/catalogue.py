@@ -37,11 +37,9 @@ class Catalogue:
     """The stored blocks of one rank's tiers, and the moves in flight.
 
     Args:
-        hash_tokens: Tokens per hash.
         file_bytes: Size of the file tier; one of 0 bytes is off from the start.
         policy: Name of the eviction policy, see `asynckv.offload.eviction`.
         budgets: Most bytes in flight, by kind of move; those of `BUDGETS` for other kinds.
-        move_bytes: Most bytes of one move.
     """
 
     def __init__(

@@ -27,12 +27,9 @@ class EntryState(enum.StrEnum):
 
 
 class EntryEvent(enum.StrEnum):
-    WRITTEN = "written"
-    """All of the block is in place."""
-    FAILED = "failed"
-    """The block is not in place. A move in doubt, which may still write it, holds its slot."""
-    DROPPED = "dropped"
-    """The block was evicted, is not wanted, or was found to be corrupt."""
+    WRITTEN = "written"  # all of the block is in place
+    FAILED = "failed"  # the block is not in place; a move in doubt, which may still write it, holds its slot
+    DROPPED = "dropped"  # the block was evicted, is not wanted, or was found to be corrupt
 
 
 S, E = members(EntryState), members(EntryEvent)

@@ -138,11 +138,8 @@ def make_room(
 
     Args:
         keys: Per group, the keys of all blocks of the prompt.
-        new: Per group, the positions to store, in order.
+        new: Per group, the positions to store, in order. Entries for the first of these are returned.
         spared: Entries that were used in this tick, which are not evicted.
-
-    Returns:
-        Per group, entries for the first of the new blocks.
     """
     kinds, room = host.slots.kinds, host.slots.room()
 

@@ -30,14 +30,10 @@ from asynckv.offload.tier import Tier
 class MoveKind(enum.StrEnum):
     """Source and destination of a move; the first kind matters most."""
 
-    LOAD = "load"
-    """Host to device."""
-    STORE = "store"
-    """Device to host."""
-    PROMOTION = "promotion"
-    """File to host."""
-    WRITE_BACK = "write_back"
-    """Host to file."""
+    LOAD = "load"  # host to device
+    STORE = "store"  # device to host
+    PROMOTION = "promotion"  # file to host
+    WRITE_BACK = "write_back"  # host to file
 
 
 class Piece(Struct, frozen=True, gc=False):
@@ -72,13 +68,10 @@ class JobKind(enum.StrEnum):
 class JobOutcome(enum.StrEnum):
     DONE = "done"
     """A load has all blocks in place. A store has all blocks that had room, see `JobEnded.missing`."""
-    MISSING = "missing"
-    """Some blocks are not stored, or not any more."""
-    NO_ROOM = "no_room"
-    """Blocks must be brought from the file tier, but everything in host memory is pinned."""
+    MISSING = "missing"  # some blocks are not stored, or not any more
+    NO_ROOM = "no_room"  # blocks must be brought from the file tier, but everything in host memory is pinned
     TIMEOUT = "timeout"
-    FAILED = "failed"
-    """A transfer failed."""
+    FAILED = "failed"  # a transfer failed
     CANCELLED = "cancelled"
 
 

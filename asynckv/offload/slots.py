@@ -95,12 +95,7 @@ class Room(NamedTuple):
 
 
 class TierSlots:
-    """The slots of one tier.
-
-    Args:
-        record_bytes: Per group, bytes from one slot to the next.
-        name: Name of the tier's size in settings.
-    """
+    """The slots of one tier. `record_bytes` are each group's bytes from slot to slot; `name` is the size's setting."""
 
     def __init__(self, num_bytes: int, record_bytes: Sequence[int], name: str = "num_bytes") -> None:
         self.num_bytes = num_bytes

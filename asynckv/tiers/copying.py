@@ -53,16 +53,12 @@ class ByTokens:
 
     A block of the device is loaded whole, because it may be stored later. So of a window all is read that lies in the
     blocks in which it lies.
-
-    Attributes:
-        groups: By their places on the shelf, those that are read, with the windows that are read of them.
-        partners: By the same places, the groups of the device that they fill.
     """
 
     def __init__(self, shelf: Shelf, device: Layout, tables: PeerTables, max_bytes: int) -> None:
         self._shelf, self._groups, self._tables, self._max_bytes = shelf, device.groups, tables, max_bytes
-        self.groups: dict[int, StoredGroup] = {}
-        self.partners: dict[int, list[int]] = {}
+        self.groups: dict[int, StoredGroup] = {}  # by place on the shelf, those that are read, with the windows read
+        self.partners: dict[int, list[int]] = {}  # by the same places, the groups of the device that they fill
         for place, (index, group) in enumerate(zip(shelf.kept, shelf.groups, strict=True)):
             # Of what another rank has left as well nothing is read.
             if mine := [pair.local_index for pair in tables.group_pairs if pair.remote_index == index]:

@@ -26,35 +26,26 @@ Shorter = Callable[["OffloadJob"], tuple[int, Mapping[Shelf, Positions]] | None]
 
 @dataclass(eq=False)
 class OffloadJob:
-    """One job of the catalogue, and its caller's blocks.
-
-    Attributes:
-        blocks: Per group of the layout, the caller's list.
-        ids: Per group of the layout, those of its blocks that are read or written.
-        shorter: Of a load, says what is left of it where some of it is lost; None once it is given up.
-        tokens: Of a load, how long the prefix is that is being loaded: `wanted`, or less if some of it is lost.
-        parts: Shelf -> what became of the job there; a prefix of another geometry is on several.
-        held_by: Shelves that may still touch the blocks, though the job has ended there.
-    """
+    """One job of the catalogue, and its caller's blocks."""
 
     job_id: str
     request_id: str
     kind: JobKind
-    blocks: Sequence[BlockList]
-    ids: Mapping[int, Int64s]
+    blocks: Sequence[BlockList]  # per group of the layout, the caller's list
+    ids: Mapping[int, Int64s]  # per group of the layout, those of its blocks that are read or written
     begun_at: float
     until: float
     chain: list[bytes]
-    tokens: int
-    shorter: Shorter | None
+    tokens: int  # of the prefix that is being loaded: `wanted`, or less if some of it is lost
+    shorter: Shorter | None  # of a load, says what is left of it where some of it is lost; None once it is given up
     waiter: Waiter[OffloadJob] | None = None
     num_bytes: int = 0
     file_bytes: int = 0
     retired_at: float = math.inf
     is_retired: bool = False
     is_free: bool = False
-    parts: dict[str, JobEnded | None] = field(default_factory=dict)
-    held_by: set[str] = field(default_factory=set)
+    parts: dict[str, JobEnded | None] = field(default_factory=dict)  # by shelf: a prefix may be on several
+    held_by: set[str] = field(default_factory=set)  # shelves that may still touch the blocks, though it has ended there
     ended: JobEnded | None = None
     ended_at: float = math.inf
     is_over: asyncio.Event = field(default_factory=asyncio.Event)  # set once it has ended, or was closed before its end

@@ -64,38 +64,23 @@ class _Posted:
 
 
 class Mover:
-    """Carries out moves of all shelves.
-
-    Args:
-        driver: The engine's driver, with its clock, its log, and the core with the ledger of blocks in use.
-        copies: The copy plane.
-        own: The rank's own shelf.
-
-    Attributes:
-        shelves: Shelves with blocks, the rank's own first.
-        copying: Copies between the device and each shelf.
-        is_open: True if shelves were opened, and belong to the loop.
-        cause: Reason for which no move begins; empty while moves may begin.
-        jobs: Jobs that have not ended, or with blocks that a copy may still touch.
-        posted: Moves that have not ended, including those in doubt.
-        ids: Source of ids of jobs, pins and transfers.
-        on_moved: Callback after the end of a move.
-    """
+    """Carries out moves of all shelves; `own` is the rank's own."""
 
     def __init__(self, driver: Driver, config: OffloadConfig, copies: CopyPlane, own: Shelf) -> None:
         self._driver, self._config, self.copies = driver, config, copies
-        self.shelves: tuple[Shelf, ...] = (own,)
-        self.copying: dict[Shelf, Copying] = {}
-        self.is_copying = self.is_open = self._is_flushing = False
-        self.cause = "it has not started yet"
-        self.jobs: dict[str, OffloadJob] = {}
+        self.shelves: tuple[Shelf, ...] = (own,)  # shelves with blocks, the rank's own first
+        self.copying: dict[Shelf, Copying] = {}  # copies between the device and each shelf
+        self.is_open = False  # True if shelves were opened, and belong to the loop
+        self.is_copying = self._is_flushing = False
+        self.cause = "it has not started yet"  # why no move begins; empty while moves may begin
+        self.jobs: dict[str, OffloadJob] = {}  # jobs that have not ended, or with blocks that a copy may still touch
         self._running: Counter[JobKind] = Counter()
         self._by_request: dict[str, dict[str, OffloadJob]] = {}
-        self.posted: dict[TransferId, _Posted] = {}
+        self.posted: dict[TransferId, _Posted] = {}  # moves that have not ended, including those in doubt
         self._held: dict[str, OffloadJob] = {}  # ended jobs with blocks that a copy in doubt may still touch
-        self.ids = count(1)
+        self.ids = count(1)  # of jobs, pins and transfers
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTERS, 0))
-        self.on_moved: Callable[[], None] = lambda: None
+        self.on_moved: Callable[[], None] = lambda: None  # called after the end of a move
         self._late_at = math.inf  # no copy is late before
         self._timer: TimerHandle | None = None
         self._due: asyncio.Handle | None = None  # the next turn, if one was asked for
@@ -119,13 +104,9 @@ class Mover:
 
         Args:
             blocks: Per group, the caller's list; empty if blocks are only pinned in host memory under the job's id.
-            ids: Per group, the blocks that are read or written.
             timeout_s: When what is not posted is given up.
-            chain: The prompt's hashes.
-            tokens: Where the prefix ends.
             where: Which blocks of each shelf's groups; None for all that are needed.
             shorter: Says what is loaded where some of it is lost; nothing if left out.
-            waiter: Told of the end, and then of the blocks.
         """
         if self.cause:
             raise EngineClosed(f"the offload takes nothing: {self.cause}")
@@ -169,9 +150,7 @@ class Mover:
             self.soon()
 
     async def outcome(self, job: OffloadJob) -> JobEnded:
-        """Wait until a job has ended; raise its error if it was given up, or its blocks are held. A cancelled caller
-        gives it up.
-        """
+        """Wait for a job's end; raise its error if it was given up, or blocks are held. If cancelled, give it up."""
         try:
             await job.is_over.wait()
         except asyncio.CancelledError:
@@ -434,9 +413,7 @@ class Mover:
     # -- its end -------------------------------------------------------------------------------------
 
     async def end_work(self, timeout_s: float, flush_s: float = 0.0) -> tuple[HeldBlocks, ...]:
-        """Cancel waiting jobs, wait `timeout_s` for running ones and `flush_s` for writes to files; return holders of
-        blocks.
-        """
+        """Cancel waiting jobs; wait `timeout_s` for running ones, `flush_s` for writes to files; return holders."""
         driver, began = self._driver, self._driver.clock.now()
         self._is_flushing = flush_s > 0 and self.is_open
         self.give_up(self.jobs.values())

@@ -56,19 +56,7 @@ Leftovers = Callable[[OffloadConfig, Shelf, str], list[Shelf]]
 
 
 class Tiers:
-    """A rank's own shelf, and the shelves that ranks of another geometry left.
-
-    Args:
-        owner: Offload with the calls that it serves.
-        serve: Makes the host tier's own engine.
-        leftovers: Finds blocks that ranks of another geometry left in files.
-
-    Attributes:
-        others: Shelves that are all needed for a prefix, and how each is read.
-        align: Tokens of which every prefix length is a multiple.
-        network: The host tier's own engine.
-        is_started: True after the first call of `start`.
-    """
+    """A rank's own shelf, and the shelves that ranks of another geometry left; for the arguments see `Offload`."""
 
     def __init__(
         self,
@@ -91,8 +79,8 @@ class Tiers:
             file_bytes=config.file_bytes,
             records=records,
         )
-        self.others: dict[Shelf, ByTokens] = {}
-        self.align = self.own.align
+        self.others: dict[Shelf, ByTokens] = {}  # shelves that are all needed for a prefix, and how each is read
+        self.align = self.own.align  # tokens of which every prefix length is a multiple
         if copies is None:
             from asynckv.edges.nic.copies import NixlCopies
 
@@ -100,8 +88,9 @@ class Tiers:
         self.mover = Mover(self.driver, config, copies, self.own)
         self.figures = Figures(self.driver, self.mover, config)
         self.mover.on_moved = self.figures.tell
-        self.network: Engine | None = None
-        self.is_started = self._is_to_be_told = False
+        self.network: Engine | None = None  # the host tier's own
+        self.is_started = False  # True after the first call of `start`
+        self._is_to_be_told = False
         self._written_before: int | None = None
         self._closing: asyncio.Task[tuple[HeldBlocks, ...]] | None = None
         self._opening: asyncio.Future[int] | None = None
@@ -288,9 +277,7 @@ class Tiers:
         return left
 
     async def _let_go_of_planes(self, by: float | None) -> None:
-        """End all planes within `by` (None: `CLOSE_S` each); nothing touches any memory afterwards, or `BackendError`
-        is raised.
-        """
+        """End all planes within `by` (None: `CLOSE_S` each); `BackendError` if something may still touch memory."""
 
         def left(least: float) -> float:
             return CLOSE_S if by is None else max(by - self.driver.clock.now(), least)

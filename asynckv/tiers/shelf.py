@@ -31,11 +31,6 @@ class Shelf:
     Args:
         far: Its name among what the copy plane knows.
         is_own: The form is this rank's, and blocks are stored here; else it is only read.
-
-    Attributes:
-        kept: Groups of the form that this rank has a part of; what the catalogue calls a group is a place in it.
-        files_lost: Why its files take no more writes, or nothing; empty while they do.
-        unfit: Blocks of its files that were dropped, because they are of another length.
     """
 
     def __init__(
@@ -50,10 +45,12 @@ class Shelf:
         is_own: bool = True,
     ) -> None:
         self.far, self.form, self.form_id, self.records = far, form, fingerprint(form), records
-        self._is_own, self.files_lost = is_own, ""
+        self._is_own = is_own
+        self.files_lost = ""  # why its files take no more writes, or nothing; empty while they do
         self._config, self._host_bytes = config, host_bytes
         strides = [size.stride for size in record_sizes(form)]
         groups = stored_groups(form, strides, config.hash_tokens, config.model)
+        # Groups of the form that this rank has a part of; what the catalogue calls a group is a place in it.
         self.kept = [index for index, stride in enumerate(strides) if stride]
         self.groups = tuple(groups[index] for index in self.kept)
         self.align = math.lcm(*(group.block_size for group in self.groups))
@@ -67,15 +64,13 @@ class Shelf:
             budgets=dict.fromkeys(MoveKind, config.max_bytes),
             move_bytes=min(config.max_bytes, MOVE_BYTES),
         )
-        self.unfit = 0
+        self.unfit = 0  # blocks of its files that were dropped, because they are of another length
         self.memory: HostPool | None = None
 
     # -- life ----------------------------------------------------------------------------------------
 
     def take_memory(self, device: Layout) -> None:
-        """Take the memory, pinned where blocks of the device are on a GPU; raise `BackendError` if the system has not
-        so much.
-        """
+        """Take the memory, pinned if the device is a GPU; raise `BackendError` if the system has not so much."""
         gpu = next((memory.device for memory in device.memories if memory.kind == "cuda"), None)
         self.memory = HostPool(self._host_bytes, device=gpu)
 
@@ -103,9 +98,7 @@ class Shelf:
         return count
 
     async def close(self, timeout_s: float) -> None:
-        """End the files, for which `timeout_s` is waited, and give the memory back; raise `BackendError` if something
-        may still write it.
-        """
+        """End the files within `timeout_s` and give the memory back; `BackendError` if it may still be written."""
         if self.records is not None:
             await self.records.quiesce(timeout_s)
             self.records.close()

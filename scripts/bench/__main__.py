@@ -12,6 +12,7 @@ CASES = {
     "alone": "one small request at a time, beside bare ZMQ and NIXL",
     "embed": "the two ways to embed an engine in a worker",
     "recall": "time of a recall, and latency of pulls that may be recalled",
+    "follow": "time from a loan to the result of a reader that followed its ticket, and CPU of readers that wait",
     "look": "cost of a second look, and what it finds",
     "router": "`asynckv proxy` compared with a plain proxy, CPU and bursts",
     "offload": "stores and loads, compared with raw copies of the same bytes",

@@ -80,9 +80,7 @@ class Worker:
 
     Args:
         segments: The files; the thread closes them at its end, with `index` and `io`.
-        index: The index, or None if the directory is only read.
-        only_read: Reason if the directory is only read.
-        entries: Entries of the index, by place.
+        index, only_read: None, and the reason, if the directory is only read.
         slow_s: Seconds that a read, or a call to the system, may take.
         wake: Called when there is news, from the thread or from the loop.
     """

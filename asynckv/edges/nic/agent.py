@@ -166,12 +166,9 @@ def byte_ranges(addresses: npt.NDArray[Any], lengths: npt.NDArray[Any] | int) ->
 
 
 class Agent:
-    """One NIXL agent.
+    """One NIXL agent, with a name that is unique in this process and all others.
 
-    Args:
-        api: NIXL's Python API.
-        name: Name that is unique in this process and all others.
-        unheeded: Environment variables that are meant for other agents, and would override the parameters.
+    `unheeded` are environment variables that are meant for other agents, and would override the parameters.
     """
 
     def __init__(

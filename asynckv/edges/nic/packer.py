@@ -31,12 +31,7 @@ CLOSE_S = 10.0  # seconds that `close` waits for the copy under way, which takes
 
 
 class Packer:
-    """A thread that makes packed copies; it starts with the first one.
-
-    Args:
-        memories: The memory to copy from, as the layout numbers it.
-        on_ready: Called on the loop when `made` has news.
-    """
+    """A thread that makes packed copies of `memories`; it starts with the first one. `made` has the ends."""
 
     def __init__(
         self, memories: Sequence[Memory], num_slots: int, loop: asyncio.AbstractEventLoop, on_ready: Callable[[], None]

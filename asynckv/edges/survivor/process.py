@@ -26,7 +26,6 @@ class ServingPlane:
     Args:
         go_on: Called with the reason if the child cannot be started; remote readers then reach the reader's agent.
             Without it the start fails.
-        deaths: Most ends of the child within a minute that are followed by another child at once.
     """
 
     def __init__(

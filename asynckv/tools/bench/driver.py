@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import signal
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ import numpy as np
 import structlog
 from msgspec.structs import asdict, replace
 
-from asynckv.core.types import Endpoint
+from asynckv.core.types import Endpoint, FollowParams
 from asynckv.errors import AsyncKVError
 from asynckv.scheduler import PrefillRanks
 from asynckv.tools.bench import protocol as p
@@ -40,6 +41,7 @@ _log = structlog.get_logger("asynckv.bench")
 START_S = 120.0
 GRACE_S = 30.0
 CANCELLED_S = 0.5
+PARKED_S = 0.02  # until the messages of readers that wait for a loan have come
 FILLED_PER_S = 2e8  # bytes that a slow machine fills, poisons or compares in a second
 
 
@@ -64,6 +66,7 @@ class Measured:
     problems: list[str] = field(default_factory=list)
     pids: dict[str, int] = field(default_factory=dict)
     floor: list[Round] = field(default_factory=list)
+    followed: set[int] = field(default_factory=set)  # with `--follow`; the other requests were announced
 
 
 class Driver:
@@ -127,6 +130,7 @@ class Driver:
         self._progress.begin("requests (including filling and comparing)", len(self._schedule))
         done, clock_s, total = 0, 0.0, len(self._schedule)
         most = -(-total // ROUNDS) if self._options.floor else total
+        most = self._options.concurrency if self._options.follow else most
         while done < total and not self.found.problems:
             wave = self._allocate(self._schedule[i] for i in range(done, min(done + most, total)))
             await self._wave(groups, wave, clock_s, is_open=self._experiment.is_open)
@@ -162,12 +166,19 @@ class Driver:
         it, options, found = self._experiment, self._options, self.found
         lend: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
         pull: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
+        follows = options.follow and not len(found.windows_s) % 2
         for r, lent, pulled in wave:
-            params = groups[r.lender].make_params(f"prefill-{r.number}", lent, r.tokens, written=True)
-            work = p.Work(r.number, lent, r.tokens, params, it.workload.chunk_tokens, list(r.chunks))
+            told = params = groups[r.lender].make_params(
+                f"prefill-{r.number}", lent, r.tokens, written=follows or not options.follow
+            )
+            ticket = secrets.token_hex(16) if follows else ""
+            if follows:
+                found.followed.add(r.number)
+                told = {k: params[k] for k in FollowParams.__struct_fields__ if k in params} | {"ticket": ticket}
+            work = p.Work(r.number, lent, r.tokens, params, it.workload.chunk_tokens, list(r.chunks), ticket)
             lend[r.lender].append(work)
             arrival_s = r.arrival_s - clock_s if is_open else 0.0
-            pull[r.reader].append(replace(work, lists=pulled, arrival_s=arrival_s))
+            pull[r.reader].append(replace(work, lists=pulled, arrival_s=arrival_s, params=told))
         ranks = Counter(self._roles.values())
         pools = sum(number * it.pool_bytes(role, self._num_blocks[role]) for role, number in ranks.items())
         patience = GRACE_S + pools / FILLED_PER_S
@@ -184,10 +195,9 @@ class Driver:
             reader.tell(p.Prepare([], pull[Place("decode", 0)]))
             await reader.hear(p.Done, patience)
         # Lend after the floor: it blocks the readers' loops, so earlier leases could expire meanwhile.
-        for worker in self._lenders:
-            worker.tell(p.Do("lend"))
-        for worker in self._lenders:
-            self._cpu_at[worker.name] = (await worker.hear(p.Done, patience)).cpu_s
+        lending = asyncio.ensure_future(self._lend(patience))
+        if not options.follow:
+            await lending
         found.submitted += len(wave)
         for request, _, _ in wave:
             found.outcomes[request.number] = []
@@ -197,6 +207,11 @@ class Driver:
         self._progress.note("pulling")
         await self._pull(0 if is_open else options.concurrency, longest_s)
         cpu_s = found.cpu_s["decode"] - cpu_s
+        if options.follow:
+            lent_at, outcomes = await lending, [o for r, _, _ in wave for o in found.outcomes[r.number] if o.ended_at]
+            for outcome in outcomes:
+                outcome.seconds = outcome.ended_at - lent_at
+            found.windows_s[-1] = max((o.seconds for o in outcomes), default=0.0)
         self._progress.note("comparing" if options.verify != "off" else "")
         await self._verify(patience)
         await self._finish()
@@ -207,6 +222,15 @@ class Driver:
             failed = sum(any(o.error for o in found.outcomes[r.number]) for r, _, _ in wave)
             window_s = found.windows_s[-1]
             found.floor.append(Round(window_s, seconds, moved, cpu_s, options.concurrency, sample, failed))
+
+    async def _lend(self, patience_s: float) -> float:
+        """Let all ranks lend, with `--follow` once the readers wait; return when the last one did."""
+        await asyncio.sleep(PARKED_S if self._options.follow else 0.0)
+        for worker in self._lenders:
+            worker.tell(p.Do("lend"))
+        ends = [await worker.hear(p.Done, patience_s) for worker in self._lenders]
+        self._cpu_at |= {worker.name: end.cpu_s for worker, end in zip(self._lenders, ends, strict=True)}
+        return max(end.lent_at for end in ends)
 
     async def _measure_floor(self, patience_s: float) -> p.Sample:
         (lender,), (reader,) = self._lenders, self._readers

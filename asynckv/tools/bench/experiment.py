@@ -58,6 +58,11 @@ class Experiment:
         self.hosts = _hosts(options)
         if options.floor:
             self._check_floor()
+        if options.follow and (self.is_open or options.floor or options.announced or options.remote is not None):
+            raise ConfigError(
+                "--follow counts from loans to results, by one clock, in a closed loop; leave out --rate, --speed, "
+                "--remote, --floor and --announced"
+            )
         NixlConfig(posting_threads=options.posters)
         cached_tokens(options.prefix_hit, 1)
         for role in self.sides:

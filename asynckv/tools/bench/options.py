@@ -130,6 +130,7 @@ class Options:
     posting_threads: str = run("auto", metavar="N|auto")
     process: Literal["auto", "serving", "never"] = run("auto", metavar="WHAT")
     announced: bool = run(False, "--announced")
+    follow: bool = run(False, "--follow")
     second_look: float = run(0.0, min=0, max=1, metavar="SHARE")
     floor: bool = common(False, "--floor")
     memory: Literal["host", "cuda"] = run("host")

@@ -58,6 +58,8 @@ class Work(Struct):
     chunk_tokens: int = 1
     chunks: list[int] = []
     """Ids of the leading chunks, which determine the pattern of their tokens."""
+    ticket: str = ""
+    """With a ticket, the side that pulls gets what it follows as `params`."""
     arrival_s: float = 0.0
     """Arrival in seconds from the opening of the window (negative if earlier); open loop only."""
 
@@ -81,6 +83,7 @@ class Do(Struct, tag=True):
 
 class Done(Struct, tag=True):
     cpu_s: float
+    lent_at: float = 0.0  # by the clock of this host
 
 
 class Go(Struct, tag=True):
@@ -101,6 +104,7 @@ class Outcome(Struct):
     planned: int = 0
     posted: int = 0
     phases: dict[str, float] = {}
+    ended_at: float = 0.0  # by the clock of this host
 
 
 class Pulled(Struct, tag=True):

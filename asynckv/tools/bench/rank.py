@@ -70,6 +70,7 @@ class Worker:
         self.works: list[p.Work] = []
         self.filled: list[p.Work] = []
         self.lent: list[tuple[p.Work, LentRequest]] = []
+        self.lent_at = 0.0
         self.outcomes: list[p.Outcome] = []
         self.sampler = LagSampler()
         self.stopping = threading.Event()
@@ -84,8 +85,9 @@ class Worker:
             await self.pool.publish()
 
     def lend(self) -> None:
-        self.lent = [(work, self.engine.lend(work.params)) for work in self.filled]
         garbage.settle()
+        self.lent_at = time.perf_counter()
+        self.lent = [(work, self.engine.lend(work.params, ticket=work.ticket)) for work in self.filled]
         self.sampler.start()
 
     def _fill(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
@@ -154,9 +156,13 @@ class Worker:
 
     async def _pull(self, work: p.Work, due: float) -> p.Outcome:
         late = time.perf_counter() - due
-        request_id = f"decode-{work.number}"
+        request_id, params, timeout_s = f"decode-{work.number}", work.params, self.options.timeout_s
         try:
-            result = await self.engine.pull(request_id, work.lists, work.params, timeout_s=self.options.timeout_s)
+            if work.ticket:
+                params = await self.engine.follow(request_id, params, wait_s=timeout_s)
+            elif self.options.follow:
+                self.engine.announce(request_id, params)
+            result = await self.engine.pull(request_id, work.lists, params, timeout_s=timeout_s)
         except PullError as exc:
             if exc.held:
                 self.held.append((exc, asyncio.ensure_future(exc.returned())))
@@ -171,6 +177,7 @@ class Worker:
             planned=result.descriptors_planned,
             posted=result.descriptors_posted,
             phases=dict(result.phases),
+            ended_at=time.perf_counter(),
         )
 
     async def _returned(self) -> int:
@@ -305,7 +312,7 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
                 break
             case _:
                 assert_never(command)
-        pipe.write(answer or p.Done(time.process_time()))
+        pipe.write(answer or p.Done(time.process_time(), worker.lent_at))
     # The driver is gone, so end the pulls that wait for their time.
     worker.stopping.set()
     return None

@@ -31,7 +31,9 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
     whole = [x for x in found.outcomes.values() if len(x) == ranks and not any(o.error for o in x)]
     # A request that is cached whole is answered without a transfer.
     read = [outcomes for outcomes in whole if any(o.num_bytes for o in outcomes)]
-    complete = [max(o.seconds for o in outcomes) for outcomes in read]
+    latencies = {outcomes[0].number: max(o.seconds for o in outcomes) for outcomes in read}
+    announced = latencies.keys() - found.followed if found.followed else set()
+    complete = [seconds for number, seconds in latencies.items() if number not in announced]
     calls = [max(o.seconds - o.late for o in outcomes) for outcomes in read]
     busy_s = sum(max((o.seconds - o.late for o in outcomes), default=0.0) for outcomes in found.outcomes.values())
     window = sum(found.windows_s)
@@ -58,13 +60,14 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "blocks": {name: found.blocks[name] for name in ("prefill_leaked", "decode_leaked", "quarantined")},
         "throughput": {
             "gbytes_per_s": moved / window / 1e9 if window else 0.0,
-            "requests_per_s": len(complete) / window if window else 0.0,
+            "requests_per_s": len(read) / window if window else 0.0,
         },
         "latency_s": quantiles(complete, p50=0.5, p90=0.9, p99=0.99, max=1.0),
         "latency_histogram": histogram(complete),
+        "announced_s": quantiles([latencies[number] for number in announced], p50=0.5, p90=0.9, p99=0.99, max=1.0),
         "pull_s": quantiles(calls, p50=0.5, p90=0.9, p99=0.99, max=1.0),
         "schedule": {
-            "clock": "scheduled arrival" if experiment.is_open else "call of pull",
+            "clock": "scheduled arrival" if experiment.is_open else "loan" if found.followed else "call of pull",
             "scheduled_per_s": found.submitted / found.scheduled_s if found.scheduled_s else 0.0,
             "achieved_per_s": len(whole) / window if window else 0.0,
             "late_s": quantiles([o.late for o in every], p50=0.5, p99=0.99, max=1.0),

@@ -105,6 +105,8 @@ def _latencies(found: dict[str, Any]) -> Part:
     if not number:
         return Part([("nothing was read", *[""] * 4)], _HEAD)
     clocks = [(f"from the {found['schedule']['clock']}", found["latency_s"])]
+    if found["config"].get("follow"):
+        clocks.append(("  if announced before", found["announced_s"]))
     if found["config"]["arrivals"] != "closed":
         clocks.append(("from the call of pull", found["pull_s"]))
     rows = [(name, *(_seconds(q[at]) for at in _HEAD[1:])) for name, q in clocks]

@@ -24,17 +24,12 @@ from asynckv.core.notes import Note
 from asynckv.tools.console import grouped
 from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, Process, Service, history, note_of, start_of
 
-CLOCKS_S = 10.0
-"""Most seconds between the clocks of two hosts, if nothing else is known of them."""
-LATE_S = 0.001
-"""Most seconds between an event and its line, usually."""
-TOLD_S = 0.5
-"""Least contradiction that is reported, because lines of a busy process look like smaller ones."""
-MAX_TIME = 1e11
-"""Seconds since 1970: some thousand years."""
+CLOCKS_S = 10.0  # most seconds between the clocks of two hosts, if nothing else is known of them
+LATE_S = 0.001  # most seconds between an event and its line, usually
+TOLD_S = 0.5  # least contradiction that is reported, because lines of a busy process look like smaller ones
+MAX_TIME = 1e11  # seconds since 1970: some thousand years
 DAY_S = 86_400
-MAX_STEPS = 2048
-"""Most entries of one history; the engine keeps fewer."""
+MAX_STEPS = 2048  # most entries of one history; the engine keeps fewer
 
 
 class Step(NamedTuple):
@@ -133,17 +128,12 @@ def _of_lease(lease: LoggedLease, pulls: Iterable[LoggedPull]) -> Iterator[Pair]
 
 
 class Axis:
-    """All times of a service, by one clock of each group.
-
-    Attributes:
-        references: The process with the reference clock of each group.
-        conflicts: Pairs of clocks with contradicting exchanges, and the largest contradiction in seconds.
-    """
+    """All times of a service, by one clock of each group."""
 
     def __init__(self, service: Service, pairs: Iterable[Pair]) -> None:
         self.service = service
-        self.references: list[Process] = []
-        self.conflicts: list[tuple[str, str, float]] = []
+        self.references: list[Process] = []  # the process with the reference clock of each group
+        self.conflicts: list[tuple[str, str, float]] = []  # two clocks with contradicting exchanges; seconds
         self._offsets: dict[str, Offset] = {}
         ahead: dict[str, dict[str, float]] = defaultdict(dict)  # how far the second clock is ahead of the first at most
         for pair in pairs:

@@ -13,8 +13,7 @@ from asynckv.tools.console import grouped
 from asynckv.tools.diagnose.records import Record
 
 MAX_SET = 2  # times that the clock of one process is set
-PUT_BACK_S = 2.0
-"""Most seconds by which lines of one process are out of order; a clock that goes back by more was set."""
+PUT_BACK_S = 2.0  # most seconds by which lines of one process are out of order; a clock that goes back by more was set
 
 
 class PutBack(NamedTuple):

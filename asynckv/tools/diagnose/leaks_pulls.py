@@ -242,9 +242,11 @@ class _Failed:
         if state is R.STUCK or not lent_at:
             return (state, more) if state is R.STUCK else (R.UNOFFERED, more)
         if min(lent_at) <= self.high:
-            return R.OTHER_TICKET, {"why": "a request was lent meanwhile, under a ticket that nobody followed"}
+            return R.OTHER_TICKET, {"why": "a request was lent meanwhile, with a ticket that no reader followed"}
         late_s = in_seconds(min(lent_at) - self.high)
-        return R.OVERTAKEN, {"why": f"a request whose ticket nobody followed any more was lent {late_s} s later"}
+        return R.OVERTAKEN, {
+            "why": f"a request with a ticket that no reader followed any more was lent {late_s} s later"
+        }
 
     def _lost(self) -> Told | None:
         """Return the fate of a rank that it read from and that was lost during it or since, because a rank is silent

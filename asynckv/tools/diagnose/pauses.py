@@ -12,23 +12,18 @@ from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import Process
 from asynckv.tools.diagnose.records import Record
 
-MOST = 0.5
-"""Part of a pause for which the loop's thread was ready to run, so that it lacked a processor."""
+MOST = 0.5  # part of a pause for which the loop's thread was ready to run, so that it lacked a processor
 
 
 @dataclass(slots=True, eq=False)
 class Pause:
-    """An absence of one process's event loop, on the axis.
-
-    Attributes:
-        is_hosts: Its machine is the cause, and not what ran on the loop.
-    """
+    """An absence of one process's event loop, on the axis."""
 
     process: Process
     record: Record
     start: float
     end: float
-    is_hosts: bool = False
+    is_hosts: bool = False  # its machine is the cause, and not what ran on the loop
 
     @property
     def seconds(self) -> float:

@@ -102,8 +102,7 @@ class Presence:
         self.fate = cache(self._fate)  # says what became of a process
         # Clocks that cannot be compared do not show which process goes on after another.
         told_at = (when(x, x.last_at)[0] for x in processes if self.axis.group(x) == 0)
-        self.last = max(told_at, default=0.0)
-        """Time until which logs continue, at least."""
+        self.last = max(told_at, default=0.0)  # time until which logs continue, at least
         self.met = {start_of(x.text("reader")) for process in processes for x in process.of(told.ReaderMet)}
         self._lenders = {x.engine_id for x in service.requests if x.leases or x.all_pulls}
         self._lost: dict[str, list[tuple[Process, Record]]] = defaultdict(list)
@@ -119,7 +118,7 @@ class Presence:
         self.lends: dict[str, list[float]] = defaultdict(list)
         """Times at which each rank lent something, by its name without a start."""
         self.unfollowed: dict[str, list[float]] = defaultdict(list)
-        """The same of requests whose tickets nobody followed."""
+        """The same of requests with tickets that no reader followed."""
         claims = list[float]()
         for request in service.requests:
             offers = [x.ended.integer("offers") for x in request.leases.values() if x.ended is not None]

@@ -18,9 +18,7 @@ from pathlib import Path
 from asynckv.edges.kernel import began, fields_of
 from asynckv.edges.pages import control_groups, text_of
 
-BUSY = 0.5
-"""Number of cores above which a loop computes. A loop that waits for messages takes far less than one."""
-
+BUSY = 0.5  # number of cores above which a loop computes; a loop that waits for messages takes far less than one
 TICKS = os.sysconf("SC_CLK_TCK")
 
 

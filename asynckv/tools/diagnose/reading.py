@@ -37,11 +37,8 @@ class Looking:
     """Look at logs, which are read once, and at engines, which are asked each time.
 
     Args:
-        sources: Logs and addresses.
         request: Name of the request in question, if any.
         since: Start of the time in question, as `moment` reads it.
-        keys: Keys of the asker.
-        timeout_s: Seconds that an engine may take to answer.
 
     Raises:
         ConfigError: A file cannot be read.

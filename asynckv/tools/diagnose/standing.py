@@ -36,8 +36,7 @@ LIMITED: Mapping[str, type[told.Told]] = {
 }
 """Counts of events of which only some are logged, if there are many."""
 
-LONG_AWAY_S = 10.0
-"""Seconds from which on an absence of an event loop is wrong, even if no request was late by it."""
+LONG_AWAY_S = 10.0  # seconds from which on an absence of an event loop is wrong, even if no request was late by it
 
 OF_PROCESSES = {*told.ENDS} - {x.event for x in (told.LeaseHeld, told.PullHeld, told.OffloadFailed)}
 """Warnings of a process about itself and its peers. The others are judged with their requests and copies."""

@@ -40,16 +40,12 @@ class Phase(NamedTuple):
 
 
 _ROWS = tomllib.loads(files(__package__).joinpath("phases.toml").read_text(encoding="utf-8"))
-PHASES = {name: Phase(*row) for name, row in _ROWS.items()}
-"""Phases in the order of the protocol."""
-
+PHASES = {name: Phase(*row) for name, row in _ROWS.items()}  # phases in the order of the protocol
 ORDER = ("announced", "handshake", "queue", "plan", "read", "confirm", "drain")
 MAX_MARKS = 400  # of one request
 GOOD = frozenset({"complete", "cancelled", "discharged"})  # ends of a pull that need no look
 MAX_AWAY_S = 86_400.0
-Said = tuple[float, str, str]
-"""An event for a mark: its moment by the process's clock, its text, and its level."""
-
+Said = tuple[float, str, str]  # an event for a mark: its moment by the process's clock, its text, and its level
 _OF_REQUESTS = (told.LeaseHeld, told.PullHeld, told.PullRefused, told.RequestWithdrawn)
 _TOLD = {x.event for x in (*_OF_REQUESTS, told.EngineAlive)}
 """Lines of a process that are told with its requests, or tell nothing new."""
@@ -61,22 +57,17 @@ _STATES |= {state: state for state in ("announced", "lent", "ending")}
 
 @dataclass(slots=True)
 class Bar:
-    """One phase, on the axis.
-
-    Attributes:
-        inside: What went on, without a place of its own: seconds by name.
-    """
+    """One phase, on the axis."""
 
     phase: str  # one of `PHASES`
     start: float
     end: float
     note: str = ""  # more about it
     is_open: bool = False  # it had not ended when the log did
-    inside: Mapping[str, float] = field(default_factory=dict)
+    inside: Mapping[str, float] = field(default_factory=dict)  # seconds of what has no place of its own, by name
 
     @property
     def seconds(self) -> float:
-        """Length in seconds."""
         return self.end - self.start
 
 

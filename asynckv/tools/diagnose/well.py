@@ -18,9 +18,7 @@ import numpy.typing as npt
 
 from asynckv import told
 
-MAX_WELL = 50_000
-"""Most lines of successful requests that are kept as a sample of whole requests."""
-
+MAX_WELL = 50_000  # most lines of successful requests that are kept as a sample of whole requests
 PACKED = 512  # lines in one packed block
 _SEQUENCES = 1 << 40
 _NUMBERS = np.dtype(

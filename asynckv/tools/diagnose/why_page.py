@@ -29,11 +29,7 @@ MOST_SHOWN = 10_000  # requests in one page
 def make(seen: Seen, found: Findings, sources: Sequence[str], every: Sequence[Story]) -> str:
     """Make the page; if there are too many requests, with the failed and the slowest ones.
 
-    Args:
-        seen: What was read and asked.
-        found: What is wrong, for its first screen, and the causes of late requests.
-        sources: What was read or asked, for its title.
-        every: The requests.
+    `found` is for its first screen and the causes of late requests, `sources` for its title.
     """
     kept = sorted(every, key=lambda x: (x.level == "info", -x.seconds))[:MOST_SHOWN]
     left_out, stories = len(every) - len(kept), sorted(kept, key=lambda x: x.number)

@@ -105,12 +105,7 @@ class Use(Struct, frozen=True, kw_only=True):
 
 
 class Ucx(Struct, frozen=True, kw_only=True):
-    """Observations of NIXL and UCX by two processes of ours, or by one of ours and an engine's.
-
-    Attributes:
-        lanes: Lanes of the connection, such as `tcp/lo`, `cma/memory`, `rc_mlx5/mlx5_0:1`.
-        uses: Methods by which remote memory was read.
-    """
+    """Observations of NIXL and UCX by two processes of ours, or by one of ours and an engine's."""
 
     stage: str = "done"  # how far it came: `start`, `agent`, `connect`, `read`, `done`
     failure: str = ""  # how it ended before that: `refused`, `died`, `hung`; empty if it did not
@@ -118,7 +113,8 @@ class Ucx(Struct, frozen=True, kw_only=True):
     version: str = "1.23.0"
     library: str = ""
     plugins: tuple[str, ...] = ("UCX", "POSIX")
-    lanes: tuple[str, ...] = ("tcp/lo", "cma/memory")
+    lanes: tuple[str, ...] = ("tcp/lo", "cma/memory")  # of the connection, such as `rc_mlx5/mlx5_0:1`
+    # Methods by which remote memory was read.
     uses: tuple[Use, ...] = (Use(count=1, sizes="0..inf", how="zero-copy", transport="cma/memory"),)
     unknown: tuple[tuple[str, str], ...] = ()  # variables that UCX does not know, with what it takes them for
     unavailable: tuple[str, ...] = ()  # what UCX said of transports and devices that were asked for and are not there
@@ -129,11 +125,7 @@ class Ucx(Struct, frozen=True, kw_only=True):
 
 
 class PeerFacts(Struct, frozen=True, kw_only=True):
-    """Results of talking to `--to`; fields that the other side does not tell are empty.
-
-    Attributes:
-        mechanism: Mechanism in the listener's greeting (`CURVE`, `NULL`); empty if it was not asked or spoke no ZMTP.
-    """
+    """Results of talking to `--to`; fields that the other side does not tell are empty."""
 
     address: str
     stage: str = "done"  # how far it came: `resolve`, `connect`, `speak`, `hello`, `done`
@@ -145,7 +137,7 @@ class PeerFacts(Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...] = ("10.0.0.2",)
     local: str = "10.0.0.1"
     path_mtu: int = 1500
-    mechanism: str = ""
+    mechanism: str = ""  # in the listener's greeting (`CURVE`, `NULL`); empty if it was not asked or spoke no ZMTP
     turned_away: bool = False  # the listener refused our key
     hung_up: bool = False  # it ended the connection before, or while, hands were shaken
     major: int = 1

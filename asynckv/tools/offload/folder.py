@@ -36,8 +36,7 @@ class Folder(Struct, frozen=True, kw_only=True):
     folder: str
     owner: Owner | None
     is_live: bool
-    num_bytes: int
-    """Bytes of the range that the last owner divided into slots."""
+    num_bytes: int  # bytes of the range that the last owner divided into slots
     segments: int
     bytes_on_disk: int
     blocks: int

@@ -10,12 +10,9 @@ from typing import NamedTuple
 
 PYTHON_REQUEST_S = 200e-6
 """CPU of a pull on the decode rank, without its posts: measured (docs/performance.md, "Over RDMA, on paper")."""
-PYTHON_SOURCE_S = 80e-6
-"""CPU of every further remote rank of a pull, without its posts: measured there."""
-PYTHON_POST_S = 50e-6
-"""CPU of a post to NIXL, its polls and its end: measured there."""
-PYTHON_READER_S = 100e-6
-"""CPU of a prefill rank for each reader of a request: measured there."""
+PYTHON_SOURCE_S = 80e-6  # CPU of every further remote rank of a pull, without its posts: measured there
+PYTHON_POST_S = 50e-6  # CPU of a post to NIXL, its polls and its end: measured there
+PYTHON_READER_S = 100e-6  # CPU of a prefill rank for each reader of a request: measured there
 DESCRIPTOR_S = 0.5e-6
 """Time of a descriptor over RDMA, in UCX and the device: *supposed*, because no such device was at hand."""
 

@@ -31,8 +31,7 @@ ORDERS = ("nhd", "hnd", "block-nhd", "block-hnd", "cross-nhd", "cross-hnd")
 """Memory orders: `nhd` has tokens before heads, `hnd` heads before tokens. Keys of all blocks come first, then values.
 With `block-` one block has both; with `cross-` a block's layers are adjacent in one region per group."""
 
-CONV_ORDERS = ("channel", "row")
-"""The dim of a convolution's state that varies slowest."""
+CONV_ORDERS = ("channel", "row")  # the dim of a convolution's state that varies slowest
 
 
 def model_groups(model: Model) -> tuple[tuple[Layer, tuple[int, ...]], ...]:

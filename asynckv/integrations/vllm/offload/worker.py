@@ -57,13 +57,7 @@ class _Job(NamedTuple):
 
 
 class Worker(compat.OffloadingWorker):
-    """Copies one rank's blocks.
-
-    Args:
-        rank: Index of this rank's part of a slot.
-        max_post_bytes: Most bytes in one copy.
-        copies: Copy plane; NIXL's if left out.
-    """
+    """Copies one rank's blocks; `rank` is the index of its part of a slot."""
 
     def __init__(
         self,

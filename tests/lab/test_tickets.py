@@ -1,0 +1,25 @@
+"""Requests that are followed through the real ledgers and the router, while ranks and the router are killed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.lab import tickets
+
+pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(240)]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("prefill", "decode", "victims"),
+    [(2, 1, ("prefill", "decode")), (1, 2, ("decode", "prefill")), (2, 2, ("prefill", "decode", "router"))],
+)
+async def test_what_followers_read_is_right_and_nothing_is_left(
+    prefill: int, decode: int, victims: tuple[str, ...]
+) -> None:
+    found = await tickets.run(prefill, decode, victims, seed=prefill + 2 * decode)
+    assert found["left"] == {}
+    assert found["decode"]["wrong"] == 0
+    assert found["decode"]["compared"] > 0
+    assert found["decode"]["followed"] > len(victims) * tickets.MORE
+    assert found["clients"].keys() <= {"200", "503", "left", "router_lost"}
