@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import itertools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -144,8 +145,9 @@ class EngineDesk:
 
     @property
     def untaken(self) -> list[float]:
-        """Times since which results wait, except refusals of orders with ends that are not awaited."""
-        return [at for kind, value, at in tuple(self._news) if kind != "refused" or type(value.order) in ENDING]
+        """Times since which results wait, except of orders with ends that are not awaited, or not any more."""
+        news = [each for each in tuple(self._news) if each[2] < math.inf]
+        return [at for kind, value, at in news if kind != "refused" or type(value.order) in ENDING]
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -238,7 +240,10 @@ class EngineDesk:
                 request_id = text("request_id", order.request_id)
                 self._tell("found", (request_id, self._offload().lookup(order.hashes, order.num_tokens)))
             case Cancel():
-                engine.cancel(**given)
+                for flight in self._flights.get((Follow, str(order.request_id)), ()):
+                    flight.is_awaited, flight.is_spared = False, order.follows_on
+                if not given.pop("follows_on"):
+                    engine.cancel(**given)
                 if engine._offload is not None:
                     self._offload().cancel(order.request_id)
             case Lend(params):
@@ -299,8 +304,8 @@ class EngineDesk:
         if self._lent.pop(end.request_id, None) is not None:
             self._tell("finished_sending", end)
 
-    def _tell(self, kind: str, value: object) -> None:
-        self._news.append((kind, value, self.engine._clock.now()))
+    def _tell(self, kind: str, value: object, is_awaited: bool = True) -> None:
+        self._news.append((kind, value, self.engine._clock.now() if is_awaited else math.inf))
         self.engine._tell_outside(self._on_news)
 
 
@@ -311,6 +316,7 @@ class _Flight:
         self._desk, self.order, self._result_of = desk, order, result_of
         self.key = type(order), order.request_id if isinstance(order.request_id, str) else str(id(self))
         self.is_held = False  # True once it was reported in `failed`, and still holds blocks
+        self.is_awaited, self.is_spared = True, False  # of a follow: whether it was cancelled, or is to release its offer
         self.bug: Exception | None = None  # an error that says nothing of blocks, which are held
 
     @property
@@ -344,12 +350,15 @@ class _Flight:
             kind, report = _of(order, "failed"), Failed(order.request_id, exc)
         if not self.is_held:
             self.leave()
-        desk._tell(kind, report)
+        if self.is_spared and isinstance(report, Offer):
+            with suppress(AsyncKVError):  # the engine ends, or the offer is that of another request
+                desk.engine.cancel(order.request_id, report.params, cohort_id=order.cohort_id)
+        desk._tell(kind, report, self.is_awaited)
 
     def returned(self, job: Any, is_retired: bool) -> None:
         desk, order = self._desk, self.order
         if isinstance(order, Follow):
-            desk._tell("offered", Offer(order.request_id, to_builtins(job.params), is_late=True))
+            desk._tell("offered", Offer(order.request_id, to_builtins(job.params), is_late=True), is_awaited=False)
         if not self.leave():
             return  # it held no blocks
         if self.bug is not None:

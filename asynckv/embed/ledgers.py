@@ -361,6 +361,7 @@ class DecodeLedger(_Ledger):
         """Need no lent KV for a request, because its prompt is cached: release it now, or as soon as it is offered."""
         if (fetch := self._current.get(request_id)) is not None and fetch.state is State.FOLLOWING:
             self._move(self._current.pop(request_id), Event.SPARE)
+            self._order(Cancel(fetch.name, follows_on=True))  # the ranks release it, because no step may come any more
         else:
             self.cancel(request_id)
 
@@ -474,6 +475,8 @@ class DecodeLedger(_Ledger):
         for fetch in self._fetches.values():
             if fetch.state in (S.FOLLOWING, S.SPARED, S.QUEUED) and fetch.announcement not in self._orders:
                 self._announce(fetch)  # the other ranks refuse to follow a second time
+                if fetch.state is S.SPARED:
+                    self._order(Cancel(fetch.name, follows_on=True))
 
     def take_outcome(self) -> Outcome:
         """Return the requests to act on since the last call."""

@@ -67,12 +67,14 @@ class Pull(Order, frozen=True, kw_only=True):
 class Cancel(Order, frozen=True):
     """Give up a request that is followed, announced, pulled, stored or loaded (`Engine.cancel`, `Offload.cancel`).
 
-    With `params` it also releases a request that this engine does not know. What it ends is reported as usual.
+    With `params` it also releases a request that this engine does not know. What it ends is reported as usual. With
+    `follows_on` a follow goes on, and what it is offered is released at once.
     """
 
     request_id: str
     params: Mapping[str, Any] | None = None
     cohort_id: str = ""
+    follows_on: bool = False
 
 
 class Lend(Order, frozen=True):

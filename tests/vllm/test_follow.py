@@ -466,7 +466,8 @@ def test_a_prompt_that_is_cached_whole_begins_at_once_and_releases_what_it_is_of
     pair, prompt = cached(groups, length)
     side = pair.decode
     told = side.step()
-    assert told.kinds() == [Follow]
+    assert told.kinds() == [Follow, Cancel]
+    assert told.only(Cancel).follows_on
     assert told.tokens == {"a": [7]}
     side.step()
     assert side.is_idle()
@@ -546,7 +547,8 @@ def test_a_follower_of_which_every_token_is_computed_begins_and_releases_what_it
     side = pair.decode
     pair.add("a", prompt, prompt_logprobs=1)
     told = side.step()
-    assert told.kinds() == [Follow]
+    assert told.kinds() == [Follow, Cancel]
+    assert told.only(Cancel).follows_on
     while not told.tokens:
         told = side.step()
     assert counted(side, "computed_locally") == {"prompt_logprobs": 1}

@@ -563,6 +563,40 @@ def test_a_ticket_is_followed_until_its_request_is_lent(make: Make, is_early: bo
     assert not decode.not_offered
 
 
+@pytest.mark.parametrize("is_early", [True, False])
+def test_what_is_offered_to_a_request_that_needs_it_no_more_is_released_without_a_step(
+    make: Make, is_early: bool
+) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    params = group_params(prefill, "p", [3, 4])
+    if not is_early:
+        prefill.step(Lend(params, ticket=TICKET))
+    decode.half.start_load(StepOrders([Follow("d", followed(prefill)), Cancel("d", follows_on=True)]))
+    if is_early:
+        prefill.until(lambda: bool(counters(prefill).get("received.follow")))
+        prefill.step(Lend(params, ticket=TICKET))
+    prefill.until(lambda: prefill.sent == ["p"])  # long before the lease ends
+    assert counted(prefill.half, "leases") == {"released": 1}
+    assert decode.half._thread is not None
+    assert decode.half._thread._desk.untaken == []
+    decode.look()
+    assert [offer.request_id for offer in decode.offered] == ["d"]
+
+
+def test_the_end_of_a_follow_that_was_given_up_is_not_waited_for(make: Make) -> None:
+    """vLLM may make no step any more, and `asynckv why` would call it stuck."""
+    prefill, decode = make("prefill").worker, make("decode").worker
+    decode.half.start_load(StepOrders([Follow("d", followed(prefill))]))
+    prefill.until(lambda: bool(counters(prefill).get("received.follow")))
+    decode.half.start_load(StepOrders([Cancel("d")]))
+    prefill.until(lambda: bool(counters(prefill).get("received.unfollow")))
+    assert decode.half._thread is not None
+    assert decode.half._thread._desk.has_news
+    assert decode.half._thread._desk.untaken == []
+    decode.look()
+    assert [failed.request_id for failed in decode.not_offered] == ["d"]
+
+
 def counters(worker: Worker) -> Mapping[str, int]:
     assert worker.half._thread is not None
     return worker.half._thread.statistics(0.0).counters
