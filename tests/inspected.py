@@ -18,6 +18,7 @@ from asynckv import (
     LeaseConfig,
     LogConfig,
     NixlConfig,
+    NoOffer,
     PrefillRanks,
     PullConfig,
 )
@@ -89,8 +90,8 @@ class Side:
         group = PrefillRanks(self.engine.config.engine_id, found, lease=self._lease)
         return group.make_params(f"cmpl-{number}", [(0, [number % 32])], 16)
 
-    def lend_it(self, params: dict[str, Any]) -> None:
-        self.engine.lend(params)
+    def lend_it(self, params: dict[str, Any], ticket: str = "") -> None:
+        self.engine.lend(params, ticket=ticket)
 
     def lend(self, number: int, first: int = 0) -> list[dict[str, Any]]:
         """Lend so many requests of a block each."""
@@ -98,6 +99,10 @@ class Side:
         for each in params:
             self.engine.lend(each)
         return params
+
+    def withdraw_ticket(self, ticket: str) -> None:
+        """Say that no request will be lent under a ticket."""
+        self.engine.withdraw_ticket(ticket)
 
     def withdraw(self, params: dict[str, Any]) -> None:
         """Say that a request was aborted."""
@@ -128,9 +133,18 @@ class Side:
             return type(exc).__name__
         return "complete"
 
-    def begin(self, **options: Any) -> None:
-        """Begin to pull a request, and do not wait for it."""
-        task = asyncio.create_task(self.pull(**options))
+    async def follow(self, number: int, endpoint: dict[str, Any], ticket: str, wait_s: float) -> str:
+        """Follow a ticket to a prefill rank, and tell what came of it."""
+        follow = {"ticket": ticket, "engine_id": "prefill", "endpoints": [endpoint]}
+        try:
+            await self.engine.follow(f"req-{number}", follow, wait_s=wait_s)
+        except NoOffer as exc:
+            return exc.reason
+        return "offered"
+
+    def begin(self, *, follows: bool = False, **options: Any) -> None:
+        """Begin to pull or follow a request, and do not wait for it."""
+        task = asyncio.create_task((self.follow if follows else self.pull)(**options))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
 

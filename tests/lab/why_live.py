@@ -51,6 +51,7 @@ WAYS = ("logs", "live", "both", "prefill", "decode")
 ONE_SIDE = ("prefill", "decode")
 RIGHT, OPEN, WRONG, MISSED = "right", "not known", "wrong", "missed"
 NOT_JUDGED = 3  # the exit status
+TICKET, OTHER = "5f" * 16, "a0" * 16
 
 
 class Service:
@@ -113,6 +114,14 @@ class Service:
         await self.decode.ask("announce", number=1, params=change(params), **options)
         await self.says("prefill", "lease_granted", request_id="cmpl-1")
         return params
+
+    async def followed(self, wait_s: float = 2.0) -> None:
+        """Have a ticket followed, until the prefill rank has parked the follower."""
+        endpoint = await self.prefill.ask("endpoint")
+        await self.decode.ask("begin", follows=True, number=1, endpoint=endpoint, ticket=TICKET, wait_s=wait_s)
+        async with asyncio.timeout(PATIENCE_S):
+            while not await self.prefill.ask("gauge", name="followers"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
     async def expired(self, name: str = "prefill") -> None:
         """Wait until the lease is over."""
@@ -556,6 +565,47 @@ class Injected(Service):
                 await asyncio.sleep(0.01)
         await self.prefill.ask("lend_it", params=params)
         await self.expired()
+
+    # -- followers -----------------------------------------------------------------------------------------------------
+
+    @cause("NEVER_CAME no_offer")
+    async def a_ticket_that_no_request_brings(self) -> None:
+        await self.followed()
+        await self.says("decode", "follow_failed", cause="no_offer")
+        await self.idle()
+
+    @cause("WRONG other_ticket NEVER_CAME no_offer never_heard_of")
+    async def legs_with_different_tickets(self) -> None:
+        await self.followed()
+        await self.prefill.ask("lend_it", params=await self.prefill.ask("make", number=1), ticket=OTHER)
+        await self.says("decode", "follow_failed", cause="no_offer")
+        await self.expired()
+
+    @cause("LEASE not_lent_in_time NEVER_CAME no_offer never_heard_of")
+    async def a_prompt_that_was_queued_for_longer_than_it_was_followed(self) -> None:
+        await self.followed()
+        await self.says("decode", "follow_failed", cause="no_offer")
+        await self.prefill.ask("lend_it", params=await self.prefill.ask("make", number=1), ticket=TICKET)
+        await self.expired()
+
+    @cause(GONE, live=True)
+    async def prefill_killed_while_it_is_followed(self) -> None:
+        await self.followed(60.0)
+        await self.prefill.kill()
+        await self.says("decode", "follow_failed", cause="peer_lost")
+        await self.idle()
+
+    @cause(guilty="")
+    async def a_follower_that_waits_in_order(self) -> None:
+        await self.followed(60.0)
+        await self.idle()
+
+    @cause(guilty="")
+    async def a_ticket_that_was_withdrawn(self) -> None:
+        await self.followed()
+        await self.prefill.ask("withdraw_ticket", ticket=TICKET)
+        await self.says("decode", "follow_failed", cause="withdrawn")
+        await self.idle()
 
     # -- nothing is wrong ----------------------------------------------------------------------------------------------
 
