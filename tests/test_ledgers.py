@@ -15,7 +15,18 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from asynckv.embed.ledgers import ENDS, MAX_KEPT, MAX_SPENT, ON_EVENT, DecodeLedger, Event, Fetch, PrefillLedger, State
+from asynckv.embed.ledgers import (
+    ENDS,
+    MAX_KEPT,
+    MAX_SPENT,
+    MAX_TICKETS,
+    ON_EVENT,
+    DecodeLedger,
+    Event,
+    Fetch,
+    PrefillLedger,
+    State,
+)
 from asynckv.embed.orders import (
     Announce,
     Cancel,
@@ -422,7 +433,7 @@ class FollowMachine(DecodeMachine):
 
 
 TestFollow = FollowMachine.TestCase
-TestFollow.settings = settings(max_examples=300, stateful_step_count=50, deadline=None)
+TestFollow.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 
 
 # -- prefill: simulated ranks ----------------------------------------------------------------------
@@ -435,10 +446,13 @@ class PrefillRank:
     lent: dict[str, set[int]] = field(default_factory=dict)
     revoked: set[str] = field(default_factory=set)
     told: set[str] = field(default_factory=set)
-    """Keys that were lent or withdrawn here: no reader waits for them."""
+    """Keys that were lent or withdrawn here, and tickets: no reader waits for them, and nothing follows them."""
     news: Finished = field(default_factory=Finished)
 
     def do(self, order: Order, refuses: bool) -> None:
+        if isinstance(order, WithdrawTicket):
+            self.told.add(order.ticket)
+            return
         assert isinstance(order, Lend | Withdraw)
         name = str(order.params["request_id"])
         if isinstance(order, Withdraw):
@@ -449,7 +463,7 @@ class PrefillRank:
             self.news.refused.append(Refused(order, EngineClosed("it drains")))
         else:
             assert name not in self.lent, "`sent` would not say of which"
-            self.told.add(key_of(order))
+            self.told |= {key_of(order), order.ticket or key_of(order)}
             self.lent[name] = {
                 block for _, runs in order.params["groups"] for run in runs for block in range(run[0], run[0] + run[1])
             }
@@ -479,21 +493,22 @@ class PrefillMachine(RuleBasedStateMachine):
         return not self.noticed
 
     @precondition(lambda self: self.is_whole and len(self.free) >= 2)
-    @rule(request_id=IDS, is_written=st.booleans(), reader=st.sampled_from(["", "d0", "d1"]))
-    def lend(self, request_id: str, is_written: bool, reader: str) -> None:
+    @rule(request_id=IDS, is_written=st.booleans(), reader=st.sampled_from(["", "d0", "d1"]), is_followed=st.booleans())
+    def lend(self, request_id: str, is_written: bool, reader: str, is_followed: bool) -> None:
         if (loan := self.ledger.get(request_id)) is not None and not loan.is_written:
             with pytest.raises(LocalProtocolError, match="waits for its KV already"):
                 self.ledger.lend(request_id, [(0, [1])], 16)
             return
         blocks = sorted(self.free)[:2]
         self.free -= set(blocks)
+        ticket = ticket_of(len(self.keys)) if is_followed else ""
         params = self.ledger.lend(
-            request_id, [(0, blocks)], 32, written=is_written, decode_engines=[reader] if reader else []
+            request_id, [(0, blocks)], 32, written=is_written, decode_engines=[reader] if reader else [], ticket=ticket
         )
         assert params["written"] is is_written
         if not is_written:
             self.computing[request_id] = set(blocks)
-        self.keys.add(str(params["key"]))
+        self.keys |= {str(params["key"]), ticket or str(params["key"])}
 
     @rule(request_id=IDS)
     def written(self, request_id: str) -> None:
@@ -1085,6 +1100,278 @@ def test_a_lend_that_leaves_after_a_rank_has_died_waits_for_the_others_alone() -
     assert kinds(ledger.take_orders()) == [("Lend", "a"), ("Withdraw", "a")]
     ledger.update(0, Finished(finished_sending=[ended("a", "revoked")]))
     assert len(ledger.take_free()) == 1
+
+
+# -- tickets ---------------------------------------------------------------------------------------
+
+TICKET = ticket_of(0xDECAF << 96)
+
+
+def following(num_ranks: int = 2, *names: str) -> DecodeLedger:
+    """Return a ledger with requests that follow one ticket; the order of the first has left."""
+    ledger = DecodeLedger(num_ranks)
+    for name in names or ("a",):
+        assert ledger.follow(name, to_follow(TICKET)) is not None
+    assert kinds(ledger.take_orders()) == [("Follow", names[0] if names else "a")]
+    return ledger
+
+
+def test_the_first_offer_is_announced_on_every_rank_and_the_next_changes_nothing() -> None:
+    ledger, params = following(), new_params()
+    fetch = ledger.get("a")
+    assert fetch is not None
+    assert (fetch.state, fetch.params, ledger.may_pull("a"), ledger.has_orders) == (State.FOLLOWING, None, None, False)
+    with pytest.raises(LocalProtocolError, match="'a' is following: pull is not possible"):
+        ledger.pull("a", [(0, [1])])
+    ledger.update(1, Finished(offered=[Offer("a", params)]))
+    assert (fetch.plain, fetch.state, ledger.may_pull("a")) == (params, State.QUEUED, True)
+    assert kinds(ledger.take_orders()) == [("Announce", "a")]
+    ledger.update(0, Finished(offered=[Offer("a", params)]))
+    ledger.pull("a", [(0, [1])])
+    ledger.update(0, Finished(offered=[Offer("a", params, is_late=True)], not_offered=[no_offer("a")]))
+    assert kinds(ledger.take_orders()) == [("Pull", "a")]
+    for rank in range(2):
+        ledger.update(rank, Finished(finished_recving=[received("a")]))
+    assert ledger.take_outcome().received == [fetch]
+    ledger.update(0, Finished(offered=[Offer("a", params)]))
+    assert (ledger.has_orders, len(ledger)) == (False, 0)
+
+
+def test_the_first_refusal_fails_the_request_and_what_other_ranks_are_offered_is_released_once() -> None:
+    ledger, params = following(3), new_params()
+    ledger.update(2, Finished(not_offered=[no_offer("a", "peer_lost")]))
+    fetch = ledger.get("a")
+    assert fetch is not None
+    assert (fetch.state, list(fetch.errors), ledger.may_pull("a")) == (State.REFUSED, [2], False)
+    assert kinds(ledger.take_orders()) == [("Cancel", "a")]
+    ledger.update(0, Finished(offered=[Offer("a", params, is_late=True)], not_offered=[no_offer("a", "cancelled")]))
+    ledger.update(1, Finished(offered=[Offer("a", params)]))
+    (order,) = ledger.take_orders()
+    assert order == Cancel("a~2", params), "a cancellation of 'a' would say nothing, or be refused"
+    assert list(fetch.errors) == [2]
+    ledger.cancel("a")
+    assert (ledger.has_orders, len(ledger)) == (False, 0)
+
+
+@pytest.mark.parametrize("pulls", [True, False])
+def test_an_offer_of_another_request_is_released_and_touches_nothing_of_the_first(pulls: bool) -> None:
+    """Two workers of vLLM, which report as one rank."""
+    ledger, params, other = following(1), new_params(), new_params()
+    ledger.offered(0, Offer("a", params))
+    if pulls:
+        ledger.pull("a", [(0, [1])])
+    ledger.offered(0, Offer("a", other))
+    ledger.offered(0, Offer("a", other))
+    first, second = ledger.take_orders()
+    assert kinds([first]) == [("Pull" if pulls else "Announce", "a")]
+    assert second == Cancel("a~2", other)
+    assert ledger.may_pull("a") is not pulls
+
+
+def test_requests_with_one_ticket_follow_once_and_are_siblings_from_the_offer_on() -> None:
+    ledger, params = following(1, "a", "b"), new_params()
+    assert (ledger.may_pull("a"), ledger.may_pull("b")) == (None, None)
+    ledger.update(0, Finished(offered=[Offer("a", params)]))
+    sibling = ledger.follow("c", to_follow(TICKET))
+    assert sibling is not None
+    assert (sibling.plain, [ledger.may_pull(name) for name in "abc"]) == (params, [True, None, None])
+    ledger.pull("a", [(0, [1])])
+    assert kinds(ledger.take_orders()) == [("Pull", "a")]
+    ledger.update(0, Finished(finished_recving=[received("a")]))
+    assert len(ledger.take_outcome().received) == 1
+    assert [ledger.may_pull(name) for name in "bc"] == [False, False]
+    assert sibling.errors == {}
+    assert ledger.follow("d", to_follow(TICKET)) is None
+    assert ledger.announce("d", params) is None
+
+
+def test_requests_with_one_ticket_are_refused_together_and_the_ticket_may_be_followed_again() -> None:
+    ledger = following(1, "a", "b", "c")
+    ledger.cancel("c")
+    ledger.refuse("b", error := PullError("its own time is over"))
+    assert [each.state for each in map(ledger.get, "ab") if each] == [State.FOLLOWING, State.REFUSED]
+    assert ledger.follow("d", to_follow(TICKET)) is not None
+    ledger.update(0, Finished(not_offered=[no_offer("a")]))
+    assert [(each.state, each.errors[0] is error) for each in map(ledger.get, "abd") if each] == [
+        (State.REFUSED, False),
+        (State.REFUSED, True),
+        (State.REFUSED, False),
+    ]
+    ledger.refuse("a", error)
+    for name in "abd":
+        ledger.cancel(name)
+    ledger.follow("a", to_follow(TICKET))
+    assert kinds(ledger.take_orders())[-1] == ("Follow", "a~2"), "a rank may still report on the first"
+    ledger.update(0, Finished(not_offered=[no_offer("a")]))
+    assert ledger.may_pull("a") is None
+    ledger.update(0, Finished(offered=[Offer("a~2", new_params())]))
+    assert kinds(ledger.take_orders()) == [("Announce", "a")]
+
+
+def test_a_follower_that_goes_takes_the_ticket_along_and_a_crossing_offer_is_released_once() -> None:
+    ledger, params = following(2, "a", "b"), new_params()
+    ledger.cancel("a")
+    assert ledger.follow("c", to_follow(TICKET)) is None
+    assert (ledger.may_pull("b"), ledger.take_orders()) == (False, [Cancel("a")])
+    ledger.refuse("b", PullError("too late"))
+    fetch = ledger.get("b")
+    assert fetch is not None
+    assert (fetch.state, fetch.errors) == (State.WAITING, {}), "it computes its prompt"
+    ledger.cancel("b")
+    for rank in range(2):
+        ledger.update(rank, Finished(not_offered=[no_offer("a", "cancelled")]))
+        ledger.update(rank, Finished(offered=[Offer("a", params, is_late=True)]))
+    assert ledger.take_orders() == [Cancel("a", params)]
+    assert len(ledger) == 0
+
+
+@pytest.mark.parametrize("is_offered", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_cached_prompt_follows_on_and_releases_what_it_is_offered(is_offered: bool, at_once: bool) -> None:
+    ledger, params = DecodeLedger(2), new_params()
+    ledger.follow("a", to_follow(TICKET))
+    ledger.follow("b", to_follow(TICKET))
+    if not at_once:
+        ledger.take_orders()
+    ledger.release("a")
+    assert (ledger.get("a"), ledger.may_pull("b"), ledger.follow("c", to_follow(TICKET))) == (None, False, None)
+    ledger.cancel("a")
+    ledger.announce("a", other := new_params())
+    assert kinds(ledger.take_orders()) == [("Follow", "a")] * at_once + [("Announce", "a~2")]
+    ledger.update(0, Finished(offered=[Offer("a", params)]) if is_offered else Finished(not_offered=[no_offer("a")]))
+    ledger.update(1, Finished(offered=[Offer("a", params)]) if is_offered else Finished(not_offered=[no_offer("a")]))
+    assert ledger.take_orders() == [Cancel("a", params if is_offered else None)]
+    ledger.release("a")
+    assert ledger.take_orders() == [Cancel("a~2", other)]
+    ledger.release("b")
+    assert (len(ledger), ledger.has_orders) == (0, False)
+
+
+def test_a_new_rank_follows_what_is_followed_and_while_none_lives_it_waits() -> None:
+    ledger = following()
+    ledger.follow("b", to_follow(ticket_of(2)))
+    ledger.release("b")
+    ledger.follow("c", to_follow(ticket_of(3)))
+    ledger.take_orders()
+    ledger.cancel("c")
+    ledger.rank_died(0)
+    assert (ledger.may_pull("a"), kinds(ledger.take_orders())) == (None, [("Cancel", "c")])
+    ledger.rank_died(1)
+    ledger.follow("d", to_follow(ticket_of(4)))
+    ledger = pickle.loads(pickle.dumps(ledger))
+    assert not ledger.take_orders()
+    ledger.rank_joined(1)
+    orders = ledger.take_orders()
+    assert kinds(orders) == [("Follow", "d"), ("Follow", "a"), ("Follow", "b")]
+    ledger.rank_joined(0)
+    refused = [Refused(order, LocalProtocolError("it follows already")) for order in ledger.take_orders()]
+    ledger.update(1, Finished(refused=refused))
+    assert ([ledger.may_pull(name) for name in "ad"], ledger.has_orders) == ([None, None], False)
+    ledger.update(0, Finished(offered=[Offer("a", new_params())]))
+    assert ledger.may_pull("a")
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_an_offer_of_what_another_request_has_is_read_once(is_read: bool) -> None:
+    """The router gave the params to another request, because the decode leg of the first was lost to it."""
+    ledger, params = following(1, "a", "b"), new_params()
+    ledger.announce("x", params)
+    ledger.take_orders()
+    if is_read:
+        ledger.cancel("x")
+        ledger.take_orders()
+    ledger.update(0, Finished(offered=[Offer("a", params)]))
+    assert [ledger.may_pull(name) for name in "ab"] == ([False, False] if is_read else [None, None])
+    assert not ledger.has_orders
+    assert [each.errors for each in map(ledger.get, "ab") if each] == [{}, {}]
+    if not is_read:
+        ledger.pull("x", [(0, [1])])
+        ledger.take_orders()
+        ledger.update(0, Finished(failed=[failed("x")]))
+        assert [len(each.errors) for each in map(ledger.get, "ab") if each] == [1, 1]
+
+
+def test_a_trace_of_the_follower_takes_the_place_of_the_one_that_is_offered() -> None:
+    ledger, trace = DecodeLedger(1), f"00-{'1' * 32}-{'2' * 16}-01"
+    ledger.follow("a", to_follow(TICKET), trace={"traceparent": trace})
+    ledger.update(0, Finished(offered=[Offer("a", params := new_params())]))
+    orders = ledger.take_orders()
+    assert isinstance(orders[-1], Announce)
+    assert orders[-1].params == {**params, "traceparent": trace}
+
+
+def test_names_that_followed_are_remembered_for_a_while() -> None:
+    ledger, params = following(1), new_params()
+    ledger.cancel("a")
+    for number in range(MAX_SPENT):
+        ledger.follow(f"{number}", to_follow(ticket_of(number)))
+        ledger.cancel(f"{number}")
+    assert ledger.follow("a", to_follow(TICKET)) is not None
+    ledger.update(0, Finished(offered=[Offer("a", params)]))
+    assert ledger.may_pull("a")
+
+
+@pytest.mark.parametrize("wrong", [None, {}, {**to_follow(TICKET), "ticket": "x"}, {**to_follow(TICKET), "tp_size": 0}])
+def test_what_cannot_be_followed_is_refused_before_anything_is_ordered(wrong: Any) -> None:
+    ledger = DecodeLedger(1)
+    with pytest.raises(RemoteProtocolError):
+        ledger.follow("a", wrong)
+    assert (len(ledger), ledger.has_orders, ledger.get("a")) == (0, False, None)
+
+
+def test_no_text_shows_a_ticket_or_a_key() -> None:
+    decode, prefill, params = following(), PrefillLedger(ranks_of()), new_params()
+    prefill.lend("a", [(0, [1])], 16, ticket=TICKET)
+    shown: list[Any] = [Follow("a", to_follow(TICKET)), Lend(params, ticket=TICKET), WithdrawTicket(TICKET)]
+    shown += [decode.get("a"), prefill.get("a"), Cancel("a", params), Offer("a", params)]
+    decode.update(0, Finished(offered=[Offer("a", params)]))
+    for each in (*shown, decode.get("a"), [Refused(order, LocalProtocolError("no")) for order in shown[:3]]):
+        assert "decaf" not in repr(each)
+        assert params["key"][3] not in repr(each)
+    assert repr(shown[0]) == "Follow(request_id='a', wait_s=None, cohort_id='')"
+    with pytest.raises(LocalProtocolError) as refused:
+        prefill.withdraw_ticket(f"{TICKET}0")
+    assert "decaf" not in str(refused.value)
+
+
+def test_a_ticket_belongs_to_the_first_request_that_brings_it() -> None:
+    ledger = PrefillLedger(ranks_of())
+    assert (ledger.take_ticket(TICKET), ledger.take_ticket(TICKET)) == (True, False)
+    for wrong in (None, "", TICKET[1:], TICKET.upper(), f"{TICKET}\n", 7):
+        assert not ledger.take_ticket(cast(Any, wrong))
+    for number in range(MAX_TICKETS):
+        assert ledger.take_ticket(ticket_of(number))
+    assert ledger.take_ticket(TICKET), "it was brought so long ago that it is forgotten"
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_the_ticket_leaves_with_the_loan(written: bool) -> None:
+    ledger, params = lent(ticket=TICKET, written=written)
+    if not written:
+        ledger.mark_written("a")
+    assert ledger.take_orders() == [Lend(params, ticket=TICKET)]
+    with pytest.raises(LocalProtocolError):
+        ledger.lend("b", [(0, [3])], 16, ticket="short")
+    assert ledger.get("b") is None
+
+
+def test_what_ends_without_a_loan_withdraws_its_ticket() -> None:
+    ledger, params = lent(ticket=TICKET, written=False)
+    ledger.withdraw("a")
+    ledger.withdraw_ticket(ticket_of(1))
+    orders = [Withdraw(params), WithdrawTicket(TICKET), WithdrawTicket(ticket_of(1))]
+    assert ledger.take_orders() == orders
+    ledger, params = lent(ticket=TICKET)
+    (order,) = ledger.take_orders()
+    ledger.update(0, Finished(refused=[Refused(order, EngineClosed("it drains"))]))
+    ledger.update(1, Finished(refused=[Refused(order, EngineClosed("it drains"))]))
+    assert ledger.take_orders() == [Withdraw(params), WithdrawTicket(TICKET)]
+    for rank in range(2):
+        ledger.rank_died(rank)
+    ledger.withdraw_ticket(TICKET)
+    assert not ledger.take_orders()
+    ledger.rank_joined(1, ranks_of(incarnation="b").endpoints[1])
+    assert ledger.take_orders() == [WithdrawTicket(TICKET)]
 
 
 def test_copies_of_a_scheduler_mint_keys_of_their_own() -> None:
