@@ -119,12 +119,17 @@ class DecodeRank:
     left: dict[str, str] = field(default_factory=dict)
     """Names that have followed a ticket in vain, by ticket: an offer may come late."""
     released: set[str] = field(default_factory=set)
+    spared: set[str] = field(default_factory=set)
+    """Names that follow on, to release what they are offered at once."""
 
     def do(self, order: Order, refuses: bool) -> None:
         if isinstance(order, Announce | Pull | Cancel) and order.params is not None:
             if self.follows.pop(order.request_id, None) is not None:  # it is told the params that another rank heard of
                 self.news.offered.append(Offer(order.request_id, dict(order.params)))
+                assert order.request_id not in self.spared or isinstance(order, Cancel), "it would be released"
         match order:
+            case Cancel(name, follows_on=True):
+                self.spared |= {name} & set(self.follows)
             case Follow(name, follow) if name in self.follows:
                 assert self.follows[name] == follow["ticket"]
                 self.news.refused.append(Refused(order, LocalProtocolError("it follows already")))
@@ -169,7 +174,7 @@ class DecodeRank:
             self.left[ticket] = name
             self.news.not_offered.append(no_offer(name, "consumed"))
         else:
-            self.claims.add(key)
+            (self.released if name in self.spared else self.claims).add(key)
             self.news.offered.append(Offer(name, params))
 
     def offer_late(self, ticket: str, params: dict[str, Any]) -> None:
@@ -1237,7 +1242,9 @@ def test_a_cached_prompt_follows_on_and_releases_what_it_is_offered(is_offered: 
     assert (ledger.get("a"), ledger.may_pull("b"), ledger.follow("c", to_follow(TICKET))) == (None, False, None)
     ledger.cancel("a")
     ledger.announce("a", other := new_params())
-    assert kinds(ledger.take_orders()) == [("Follow", "a")] * at_once + [("Announce", "a~2")]
+    orders = ledger.take_orders()
+    assert kinds(orders) == [("Follow", "a")] * at_once + [("Cancel", "a"), ("Announce", "a~2")]
+    assert orders[-2] == Cancel("a", follows_on=True)
     ledger.update(0, Finished(offered=[Offer("a", params)]) if is_offered else Finished(not_offered=[no_offer("a")]))
     ledger.update(1, Finished(offered=[Offer("a", params)]) if is_offered else Finished(not_offered=[no_offer("a")]))
     assert ledger.take_orders() == [Cancel("a", params if is_offered else None)]
@@ -1262,9 +1269,11 @@ def test_a_new_rank_follows_what_is_followed_and_while_none_lives_it_waits() -> 
     assert not ledger.take_orders()
     ledger.rank_joined(1)
     orders = ledger.take_orders()
-    assert kinds(orders) == [("Follow", "d"), ("Follow", "a"), ("Follow", "b")]
+    assert kinds(orders) == [("Follow", "d"), ("Follow", "a"), ("Follow", "b"), ("Cancel", "b")]
+    assert orders[-1] == Cancel("b", follows_on=True)
     ledger.rank_joined(0)
-    refused = [Refused(order, LocalProtocolError("it follows already")) for order in ledger.take_orders()]
+    orders = [order for order in ledger.take_orders() if isinstance(order, Follow)]
+    refused = [Refused(order, LocalProtocolError("it follows already")) for order in orders]
     ledger.update(1, Finished(refused=refused))
     assert ([ledger.may_pull(name) for name in "ad"], ledger.has_orders) == ([None, None], False)
     ledger.update(0, Finished(offered=[Offer("a", new_params())]))

@@ -242,8 +242,9 @@ class EngineDesk:
             case Cancel():
                 for flight in self._flights.get((Follow, str(order.request_id)), ()):
                     flight.is_awaited, flight.is_spared = False, order.follows_on
-                if not given.pop("follows_on"):
-                    engine.cancel(**given)
+                if given.pop("follows_on"):
+                    return
+                engine.cancel(**given)
                 if engine._offload is not None:
                     self._offload().cancel(order.request_id)
             case Lend(params):
@@ -316,7 +317,10 @@ class _Flight:
         self._desk, self.order, self._result_of = desk, order, result_of
         self.key = type(order), order.request_id if isinstance(order.request_id, str) else str(id(self))
         self.is_held = False  # True once it was reported in `failed`, and still holds blocks
-        self.is_awaited, self.is_spared = True, False  # of a follow: whether it was cancelled, or is to release its offer
+        self.is_awaited, self.is_spared = (
+            True,
+            False,
+        )  # of a follow: whether it was cancelled, or is to release its offer
         self.bug: Exception | None = None  # an error that says nothing of blocks, which are held
 
     @property

@@ -431,12 +431,14 @@ class DecodeLedger(_Ledger):
         if fetch is not None and fetch.state is State.FOLLOWING and not offer.is_late:
             self._take_offer(fetch, params)
             return
-        if fetch is not None and fetch.state is State.SPARED:
+        if is_spared := fetch is not None and fetch.state is State.SPARED:
             self._move(fetch, Event.OFFER)
         if self._followed.get(name) != key and key not in self._spent and key not in self._siblings:
             remember(self._spent, key, None, MAX_SPENT)
             # By a name that is free, because a rank takes a cancellation for the request that has the name.
             self._order(Cancel(unused(name, self._fetches), offer.params))
+        elif is_spared:
+            self._order(Cancel(name))  # another request has these params, and the other ranks need not follow
 
     def not_offered(self, rank: int, failed: Failed) -> None:
         """Record that a rank follows a request no more; `update` does. The first report of any rank decides for all."""
