@@ -1300,6 +1300,16 @@ def test_an_offer_of_what_another_request_has_is_read_once(is_read: bool) -> Non
         assert [len(each.errors) for each in map(ledger.get, "ab") if each] == [1, 1]
 
 
+def test_a_cached_prompt_that_is_offered_what_another_request_has_releases_nothing() -> None:
+    ledger, params = following(), new_params()
+    ledger.release("a")
+    ledger.announce("x", params)
+    ledger.take_orders()
+    ledger.update(0, Finished(offered=[Offer("a", params)]))
+    assert ledger.take_orders() == [Cancel("a")], "the other rank follows it no more"
+    assert ledger.may_pull("x")
+
+
 def test_a_trace_of_the_follower_takes_the_place_of_the_one_that_is_offered() -> None:
     ledger, trace = DecodeLedger(1), f"00-{'1' * 32}-{'2' * 16}-01"
     ledger.follow("a", to_follow(TICKET), trace={"traceparent": trace})
