@@ -316,7 +316,10 @@ class _Flight:
         self._desk, self.order, self._result_of = desk, order, result_of
         self.key = type(order), order.request_id if isinstance(order.request_id, str) else str(id(self))
         self.is_held = False  # True once it was reported in `failed`, and still holds blocks
-        self.is_awaited, self.is_spared = True, False  # of a follow: whether it was cancelled, or is to release its offer
+        self.is_awaited, self.is_spared = (
+            True,
+            False,
+        )  # of a follow: whether it was cancelled, or is to release its offer
         self.bug: Exception | None = None  # an error that says nothing of blocks, which are held
 
     @property
