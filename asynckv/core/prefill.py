@@ -198,11 +198,11 @@ class PrefillSide:
         if self._outbox.trace:
             self._outbox.commands.append(Traced(lease, tuple(lease.history)))
         self._timers.wake(lease, min(lease.expires_at, lease.look_at, lease.warn_at))
+        if ticket:
+            self.offers.lend(ticket, lease, params)  # before early releases, which may end the lease at once
         if key in self.parking.by_key or key in self._claimed:
             self._unparked += self._take_parked(key)
             self._receive_parked(now)
-        if ticket:
-            self.offers.lend(ticket, lease, params)
         return lease
 
     def withdraw(self, params: KVTransferParams, now: float) -> tuple[str, ...] | None:
