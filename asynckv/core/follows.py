@@ -126,7 +126,7 @@ class Follows:
             self._over(following, now)
         else:
             self._outbox.counters["follows.late"] += 1
-            self._outbox.commands.append(FollowReached(following))
+            self._outbox.commands.append(FollowReached(following, is_late=True))
             self.on_late(following, now)
 
     def tick(self, following: Following, now: float) -> None:

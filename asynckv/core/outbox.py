@@ -92,6 +92,7 @@ class FollowReached(Struct, frozen=True):
     """A following has ended, with an offer or without; or an offer came after that."""
 
     following: Following
+    is_late: bool = False
 
 
 class LeaseOver(Struct, frozen=True):

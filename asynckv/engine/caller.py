@@ -90,11 +90,10 @@ class Caller:
 
 
 def offer_of(following: Following) -> dict[str, Any]:
-    """Return the params that a following was offered, or raise why there are none."""
-    if following.params is not None:
+    """Return the params that a following was offered, or raise why it ended without: an offer after that is released."""
+    if following.reason is None:
         plain: dict[str, Any] = msgspec.to_builtins(following.params)
         return plain
-    assert following.reason is not None
     raise errors.NoOffer(
         f"request {following.request_id[:200]!r} was offered nothing: {following.detail}",
         request_id=following.request_id,

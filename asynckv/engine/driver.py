@@ -24,7 +24,7 @@ from asynckv.account.inspect import HeldBlocks
 from asynckv.account.survey import Survey
 from asynckv.account.watch import Watch
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.following import Following, FollowState
+from asynckv.core.following import Following
 from asynckv.core.lifecycle import Lifecycle, LifeState
 from asynckv.core.outbox import (
     DetachRead,
@@ -504,8 +504,8 @@ class Driver:
                         assert request.pull is not None
                         recorder.pull_tried_again(request.pull, request.next_at - now)
                         self.tell(self.observers.pull_retried, request.pull, now)
-                    case FollowReached(following):
-                        self._tell_follow(following, now)
+                    case FollowReached(following, is_late):
+                        self._tell_follow(following, is_late, now)
                     case LeaseOver(lease):
                         if lease.on_end is not None:
                             lease.on_end()
@@ -542,14 +542,14 @@ class Driver:
             for address in unlinked:
                 self.safely(self.control.disconnect, address)
 
-    def _tell_follow(self, following: Following, now: float) -> None:
-        if following.state is FollowState.ENDED and following.reason is not None:
+    def _tell_follow(self, following: Following, is_late: bool, now: float) -> None:
+        if following.reason is not None and not is_late:
             name, reason, peer = short(following.request_id), following.reason.value, following.rank.name
             waited_s = round(now - following.since, 6)
             told = FollowFailed(name, peer, reason, short(following.detail), waited_s)
             self.recorder.log(told, now, "info" if following.reason in EXPECTED else "warning")
         if (waiter := following.waiter) is not None:
-            if following.state is FollowState.LATE:
+            if is_late:
                 waiter.returned(following, False)
             else:
                 waiter.ended(following)
