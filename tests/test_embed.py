@@ -569,9 +569,11 @@ def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_
         pull("p", [2], params),
         Cancel("d", params),
         Cancel("c"),
-        Lend(params),
+        Lend(params, ticket=TICKET),
         Withdraw(params),
         Reclaim(1),
+        WithdrawTicket(TICKET),
+        Follow("f", target_of(pair.prefill.way.engine)),
     ):
         orders += [
             msgspec.structs.replace(good, **{name: value})
@@ -594,9 +596,13 @@ def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_
     assert {order.request_id for order in refused} <= {"p"}, "only one at a time can have an id"
     assert len(told.failed) + len(told.finished_recving) + len(refused) == len(pulls) + 1
     assert [id(r.order) for r in told.refused[: len(HOSTILE)]] == [id(value) for value in HOSTILE.values()]
+    follows = [order for order in orders if isinstance(order, Follow)]
+    refused = [r.order for r in told.refused if isinstance(r.order, Follow)]
+    assert len(told.not_offered) + len(refused) == len(follows)
+    assert {order.request_id for order in refused} <= {"f"}
     lends = [r for r in told.refused if isinstance(r.order, Lend)]
     assert len(lends) == sum(isinstance(order, Lend) for order in orders), "these params are another engine's"
-    for error in [f.error for f in told.failed] + [r.error for r in told.refused]:
+    for error in [f.error for f in (*told.failed, *told.not_offered)] + [r.error for r in told.refused]:
         assert isinstance(error, AsyncKVError), error
         assert len(str(error)) < 2000
 

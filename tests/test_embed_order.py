@@ -355,9 +355,11 @@ async def test_a_follow_that_goes_on_releases_what_it_is_offered_and_that_is_tol
         if by_cancel:  # another rank was offered it first
             desk.submit([Cancel("d", params)])
             desk.carry_out()
-        assert (await news_of(desk)).offered == [Offer("d", params)]
+        told = await news_of(desk)
+        assert [getattr(each.error, "reason", "") for each in told.not_offered] == ["cancelled"]
+        assert (told.offered or (await news_of(desk)).offered) == [Offer("d", params, is_late=True)]
         assert (await lent.wait_released()).cause == "released"
-        assert not desk.has_news
+        assert (desk.has_news, desk.untaken) == (False, [])
 
 
 @pytest.mark.anyio

@@ -117,19 +117,14 @@ class DecodeRank:
     follows: dict[str, str] = field(default_factory=dict)
     """Tickets by name."""
     left: dict[str, str] = field(default_factory=dict)
-    """Names that have followed a ticket in vain, by ticket: an offer may come late."""
+    """Names that follow a ticket for their caller no more, by ticket: an offer may come late."""
     released: set[str] = field(default_factory=set)
-    spared: set[str] = field(default_factory=set)
-    """Names that follow on, to release what they are offered at once."""
 
     def do(self, order: Order, refuses: bool) -> None:
         if isinstance(order, Announce | Pull | Cancel) and order.params is not None:
             if self.follows.pop(order.request_id, None) is not None:  # it is told the params that another rank heard of
                 self.news.offered.append(Offer(order.request_id, dict(order.params)))
-                assert order.request_id not in self.spared or isinstance(order, Cancel), "it would be released"
         match order:
-            case Cancel(name, follows_on=True):
-                self.spared |= {name} & set(self.follows)
             case Follow(name, follow) if name in self.follows:
                 assert self.follows[name] == follow["ticket"]
                 self.news.refused.append(Refused(order, LocalProtocolError("it follows already")))
@@ -174,16 +169,14 @@ class DecodeRank:
             self.left[ticket] = name
             self.news.not_offered.append(no_offer(name, "consumed"))
         else:
-            (self.released if name in self.spared else self.claims).add(key)
+            self.claims.add(key)
             self.news.offered.append(Offer(name, params))
 
     def offer_late(self, ticket: str, params: dict[str, Any]) -> None:
-        """Offer what nothing follows any more; the rank releases it, unless it has a request of that name."""
+        """Offer what nothing follows any more, or only to release it; the rank does, unless a request of it reads it."""
         name, key = self.left.pop(ticket), str(params["key"])
         if key not in self.released:
-            self.claims.add(key)
-            if name not in self.announced and name not in self.writes:
-                self.claims.discard(key)
+            if key not in self.announced.values() and key not in [self.keys[each] for each in self.writes]:
                 self.released.add(key)
             self.news.offered.append(Offer(name, params, is_late=True))
 
@@ -1210,7 +1203,7 @@ def test_requests_with_one_ticket_are_refused_together_and_the_ticket_may_be_fol
     ledger.update(0, Finished(not_offered=[no_offer("a")]))
     assert ledger.may_pull("a") is None
     ledger.update(0, Finished(offered=[Offer("a~2", new_params())]))
-    assert kinds(ledger.take_orders()) == [("Announce", "a")]
+    assert kinds(ledger.take_orders()) == [("Announce", "a"), ("Cancel", "a~2")]
 
 
 def test_a_follower_that_goes_takes_the_ticket_along_and_a_crossing_offer_is_released_once() -> None:
@@ -1243,13 +1236,15 @@ def test_a_cached_prompt_follows_on_and_releases_what_it_is_offered(is_offered: 
     ledger.cancel("a")
     ledger.announce("a", other := new_params())
     orders = ledger.take_orders()
-    assert kinds(orders) == [("Follow", "a")] * at_once + [("Cancel", "a"), ("Announce", "a~2")]
-    assert orders[-2] == Cancel("a", follows_on=True)
-    ledger.update(0, Finished(offered=[Offer("a", params)]) if is_offered else Finished(not_offered=[no_offer("a")]))
-    ledger.update(1, Finished(offered=[Offer("a", params)]) if is_offered else Finished(not_offered=[no_offer("a")]))
-    assert ledger.take_orders() == [Cancel("a", params if is_offered else None)]
-    ledger.release("a")
-    assert ledger.take_orders() == [Cancel("a~2", other)]
+    assert kinds(orders) == [("Follow", "a")] * at_once + [("Cancel", "a"), ("Announce", "a")]
+    assert Cancel("a", follows_on=True) in orders
+    for rank in range(2):
+        told = [Offer("a", params, is_late=True)] if is_offered else []
+        ledger.update(rank, Finished(offered=told, not_offered=[no_offer("a", "cancelled")]))
+    assert list(ledger.take_orders()) == [Cancel("a~2", params)] * is_offered, "once more on all ranks, by a free name"
+    assert ledger.may_pull("a")
+    ledger.cancel("a")
+    assert ledger.take_orders() == [Cancel("a", other)]
     ledger.release("b")
     assert (len(ledger), ledger.has_orders) == (0, False)
 
@@ -1269,11 +1264,9 @@ def test_a_new_rank_follows_what_is_followed_and_while_none_lives_it_waits() -> 
     assert not ledger.take_orders()
     ledger.rank_joined(1)
     orders = ledger.take_orders()
-    assert kinds(orders) == [("Follow", "d"), ("Follow", "a"), ("Follow", "b"), ("Cancel", "b")]
-    assert orders[-1] == Cancel("b", follows_on=True)
+    assert kinds(orders) == [("Follow", "d"), ("Follow", "a")]
     ledger.rank_joined(0)
-    orders = [order for order in ledger.take_orders() if isinstance(order, Follow)]
-    refused = [Refused(order, LocalProtocolError("it follows already")) for order in orders]
+    refused = [Refused(order, LocalProtocolError("it follows already")) for order in ledger.take_orders()]
     ledger.update(1, Finished(refused=refused))
     assert ([ledger.may_pull(name) for name in "ad"], ledger.has_orders) == ([None, None], False)
     ledger.update(0, Finished(offered=[Offer("a", new_params())]))
@@ -1291,23 +1284,13 @@ def test_an_offer_of_what_another_request_has_is_read_once(is_read: bool) -> Non
         ledger.take_orders()
     ledger.update(0, Finished(offered=[Offer("a", params)]))
     assert [ledger.may_pull(name) for name in "ab"] == ([False, False] if is_read else [None, None])
-    assert not ledger.has_orders
+    assert ledger.take_orders() == [Cancel("a")], "the ranks follow no more"
     assert [each.errors for each in map(ledger.get, "ab") if each] == [{}, {}]
     if not is_read:
         ledger.pull("x", [(0, [1])])
         ledger.take_orders()
         ledger.update(0, Finished(failed=[failed("x")]))
         assert [len(each.errors) for each in map(ledger.get, "ab") if each] == [1, 1]
-
-
-def test_a_cached_prompt_that_is_offered_what_another_request_has_releases_nothing() -> None:
-    ledger, params = following(), new_params()
-    ledger.release("a")
-    ledger.announce("x", params)
-    ledger.take_orders()
-    ledger.update(0, Finished(offered=[Offer("a", params)]))
-    assert ledger.take_orders() == [Cancel("a")], "the other rank follows it no more"
-    assert ledger.may_pull("x")
 
 
 def test_a_trace_of_the_follower_takes_the_place_of_the_one_that_is_offered() -> None:

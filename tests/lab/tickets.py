@@ -30,16 +30,16 @@ from tests.lab.fleet import Fleet, Lost, Process
 from tests.lab.ticket_rank import BLOCK, LEASE, NUM_BLOCKS, packed, unpacked
 
 MOST_TOKENS, STEP_S, FORWARD_S = 160, 0.003, 0.03
-LIMITS = Limits(health_s=0.2, prefill_s=8.0, drain_s=0.5)
+LIMITS: Any = {"health_s": 0.2, "prefill_s": 8.0, "drain_s": 0.5}
 CLIENTS, PAUSE_S, MORE, PATIENCE_S = 4, 0.02, 8, 25.0
 
 
 class Proxy:
     """The router, as a process."""
 
-    def __init__(self, *, prefill: str, decode: str) -> None:
+    def __init__(self, *, prefill: str, decode: str, **limits: Any) -> None:
         configure_logging("error")
-        self._serving = serving(Router([prefill], [decode], LIMITS).app(), "127.0.0.1", 0, 1.0)
+        self._serving = serving(Router([prefill], [decode], Limits(**limits)).app(), "127.0.0.1", 0, 1.0)
 
     async def __aenter__(self) -> Self:
         self._url = await self._serving.__aenter__()
@@ -283,8 +283,8 @@ class Service:
         self.router: Process | None = None
 
     async def start_router(self) -> None:
-        urls = {"prefill": self.prefill.url, "decode": self.decode.url}
-        self.router = await self.fleet.start("router", "tests.lab.tickets:Proxy", **urls)
+        urls: Any = {"prefill": self.prefill.url, "decode": self.decode.url}
+        self.router = await self.fleet.start("router", "tests.lab.tickets:Proxy", **urls, **LIMITS)
         self._url: str = await self.router.ask("address")
 
     async def _ask(self, session: aiohttp.ClientSession) -> None:

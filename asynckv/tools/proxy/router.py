@@ -521,7 +521,7 @@ class Router:
         try:
             for _ in range(LOOKS):
                 await asyncio.wait([loan.task], timeout=LATE_S)
-            if loan.task.done():
+            if loan.task.done() and not loan.is_read:
                 self._tell(job, loan)
         finally:
             loan.task.cancel()
