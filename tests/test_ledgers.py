@@ -173,7 +173,7 @@ class DecodeRank:
             self.news.offered.append(Offer(name, params))
 
     def offer_late(self, ticket: str, params: dict[str, Any]) -> None:
-        """Offer what nothing follows any more, or only to release it; the rank does, unless a request of it reads it."""
+        """Offer what nothing follows any more, or only to release it; a rank that reads nothing of it does so."""
         name, key = self.left.pop(ticket), str(params["key"])
         if key not in self.released:
             if key not in self.announced.values() and key not in [self.keys[each] for each in self.writes]:
