@@ -1237,7 +1237,9 @@ def test_a_cached_prompt_follows_on_and_releases_what_it_is_offered(is_offered: 
     assert (ledger.get("a"), ledger.may_pull("b"), ledger.follow("c", to_follow(TICKET))) == (None, False, None)
     ledger.cancel("a")
     ledger.announce("a", other := new_params())
-    assert kinds(ledger.take_orders()) == [("Follow", "a")] * at_once + [("Announce", "a~2")]
+    orders = ledger.take_orders()
+    assert kinds(orders) == [("Follow", "a")] * at_once + [("Cancel", "a"), ("Announce", "a~2")]
+    assert Cancel("a", follows_on=True) in orders
     ledger.update(0, Finished(offered=[Offer("a", params)]) if is_offered else Finished(not_offered=[no_offer("a")]))
     ledger.update(1, Finished(offered=[Offer("a", params)]) if is_offered else Finished(not_offered=[no_offer("a")]))
     assert ledger.take_orders() == [Cancel("a", params if is_offered else None)]
@@ -1262,7 +1264,7 @@ def test_a_new_rank_follows_what_is_followed_and_while_none_lives_it_waits() -> 
     assert not ledger.take_orders()
     ledger.rank_joined(1)
     orders = ledger.take_orders()
-    assert kinds(orders) == [("Follow", "d"), ("Follow", "a"), ("Follow", "b")]
+    assert kinds(orders) == [("Follow", "d"), ("Follow", "a"), ("Follow", "b"), ("Cancel", "b")]
     ledger.rank_joined(0)
     refused = [Refused(order, LocalProtocolError("it follows already")) for order in ledger.take_orders()]
     ledger.update(1, Finished(refused=refused))

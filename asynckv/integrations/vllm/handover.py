@@ -36,7 +36,7 @@ class WorkerAddress(KVConnectorHandshakeMetadata):
 
 @dataclass
 class FollowReports(KVConnectorWorkerMetadata):
-    """What a worker was offered in place of tickets, and which of them it follows no more. vLLM joins the workers'."""
+    """Offers to a worker that follows tickets, and the ends of follows without one. vLLM joins all workers'."""
 
     offered: list[Offer]
     not_offered: list[Failed]
