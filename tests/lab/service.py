@@ -30,6 +30,7 @@ from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Group, Layout, Memory, TokenShard, attention_view, shard
+from asynckv.results import LeaseEnd
 from asynckv.scheduler import PrefillRanks
 from asynckv.testing.fabric import Transfer
 from tests.lab.doors import Doors
@@ -102,6 +103,7 @@ PULL = PullConfig(
     backoff_s=0.2,
     max_backoff_s=1.0,
     idle_s=8.0,
+    follow_s=5.0,
     max_post_bytes=128,
     max_post_descriptors=8,
     window_bytes=512,
@@ -111,6 +113,11 @@ PULL = PullConfig(
 
 
 Words = npt.NDArray[np.uint16]
+
+
+def number_of(request_id: str) -> int:
+    """Return the number of a request, given its id in a decode engine: what follows a tilde tells attempts apart."""
+    return int(request_id[1:].partition("~")[0])
 
 
 @lru_cache(maxsize=4096)
@@ -381,6 +388,7 @@ class _Rank(StagedRank):
         self.owners[int(transfer.transfer_id)] = {b: self.owner[b] for b in blocks}
         posted = self.engine._driver.core.decode.transfers
         mine = posted[transfer.transfer_id].pull
+        self.service.reads(self, mine.request_id, mine.params.key)
         self.reads[int(transfer.transfer_id)] = posted[transfer.transfer_id].source.rank.place[1], mine.pull_id
         owner = transfer.owner.host.split("#")[0]
         if self.service.script.looks is not None:
@@ -479,7 +487,7 @@ class _Prefill:
                 lease=LEASE,
                 memory_epoch=self.memory_epoch,
                 num_token_shards=self.service.script.shards["prefill"][0],
-                token_hex=self.service.world.token(*names, *([i] if i else [])),
+                token_hex=self.service.world.token(*names, *([f"scheduler {i}"] if i else [])),
             )
             for i in range(self.service.script.schedulers)
         ]
@@ -704,9 +712,9 @@ class Service(Stage):
     def met(self, when: str, request_id: str, process: Process) -> None:
         """Let what waits for such a moment of a request's reader happen, a little after it."""
         if self.script.goes_on and self.world.now <= self._seconds:
-            self._go_on(int(request_id[1:]), process)
+            self._go_on(number_of(request_id), process)
         for fault in self._armed if self.world.now <= self._seconds else ():
-            if fault.when == when and int(request_id[1:]) % AGAIN == int(fault.who[0]):
+            if fault.when == when and number_of(request_id) % AGAIN == int(fault.who[0]):
                 self._armed.remove(fault)
                 rng = self.world.random_of("recall", fault, process.now)
                 usual_s = 2e-3 * self.script.data if when == MOVING else 5e-4 * self.script.wire
@@ -714,6 +722,9 @@ class Service(Stage):
                     usual_s = 1e-3 * self.script.data * rng.random()
                 self.world.at(process.now + rng.random() * usual_s, partial(self._act, fault))
                 return
+
+    def reads(self, rank: _Rank, request_id: str, key: Key) -> None:
+        """A rank posts a read."""
 
     def _scribble(self, fault: Fault) -> None:
         """Let a rank write into blocks of a request that it has lent."""
@@ -1001,6 +1012,7 @@ class Service(Stage):
                 world.at(world.now + 0.5, lambda: self._ask(ask, patience - 1, wanted))
             else:
                 self.outcomes["asks.given_up"] += 1
+                self._given_up(ask)
             return
         fresh = [block for block in wanted if block in engine.free][: count - len(common)]
         engine.free = [block for block in engine.free if block not in fresh]
@@ -1013,7 +1025,20 @@ class Service(Stage):
         blocks = common + fresh
         for block in blocks:
             engine.uses[block] += 1
-        params = engine.groups[ask.number % len(engine.groups)].make_params(
+        params = self._make_params(engine, ask, blocks)
+        lent = self.lent[ask.number] = _Lent(ask, blocks, [engine.content[b] for b in blocks], params, engine)
+        self.lent_ever.append(lent)
+        self.outcomes["asks"] += 1
+        for endpoint in engine.groups[ask.number % len(engine.groups)].endpoints if ask.recall else ():
+            self.wire.may_recall(endpoint.incarnation, lent.key.token)
+        self.mishaps.asked(ask.number, params)
+        self._hand_out(lent, world.now + ask.lend_s + (self.rng.random() ** 2 * 1.0 if ask.ahead else 0.0))
+
+    def _given_up(self, ask: Ask) -> None:
+        """A request never got blocks in its prefill engine."""
+
+    def _make_params(self, engine: _Prefill, ask: Ask, blocks: Sequence[int]) -> dict[str, Any]:
+        return engine.groups[ask.number % len(engine.groups)].make_params(
             f"P:{ask.number},\n",
             [(0, blocks)],
             ask.tokens,
@@ -1021,15 +1046,11 @@ class Service(Stage):
             lease_s=ask.lease_s,
             recall=ask.recall,
         )
-        lent = self.lent[ask.number] = _Lent(ask, blocks, [engine.content[b] for b in blocks], params, engine)
-        self.lent_ever.append(lent)
-        self.outcomes["asks"] += 1
-        for endpoint in engine.groups[ask.number % len(engine.groups)].endpoints if ask.recall else ():
-            self.wire.may_recall(endpoint.incarnation, lent.key.token)
-        self.mishaps.asked(ask.number, params)
-        now = world.now
-        written_at = now + ask.lend_s + (self.rng.random() ** 2 * 1.0 if ask.ahead else 0.0)
-        for rank in engine.ranks:
+
+    def _hand_out(self, lent: _Lent, written_at: float) -> None:
+        """Let each rank lend a request when it is written, and its readers have the params."""
+        ask, now = lent.ask, self.world.now
+        for rank in lent.engine.ranks:
             if rank.process.is_dead:
                 continue
             lent.open.add(rank.name)
@@ -1102,12 +1123,13 @@ class Service(Stage):
         else:
             self.world.violate(f"request {lent.ask.number} was lent again on {rank.name}")
 
-    def _lend(self, rank: _Rank, lent: _Lent) -> None:
+    def _lend(self, rank: _Rank, lent: _Lent, **options: str) -> Exception | None:
+        """Lend a request on a rank, or return why that is not possible."""
         process = rank.process
         clock = Stopwatch.start(process)
         try:
             self._tighten(rank)
-            handle = rank.engine.lend(lent.params, num_readers=len(lent.ask.engines))
+            handle = rank.engine.lend(lent.params, num_readers=len(lent.ask.engines), **options)
         except (AsyncKVError, EngineClosed) as exc:
             self.world.note(rank.name, "does not lend", repr(exc))
             is_forgotten = "was open for too long" in str(exc) and rank.engine._driver.core.prefill.spent.num_given_up
@@ -1116,7 +1138,7 @@ class Service(Stage):
             if not is_expected and (process, lent) not in self.recalled:
                 self.world.violate(f"{rank.name} does not lend request {lent.ask.number}: {exc}")
             self._given_back(rank, lent)
-            return
+            return exc
         if (process, lent) in self.recalled:
             self.world.violate(f"{rank.name} lends request {lent.ask.number}, which was recalled")
         if rank.is_draining:
@@ -1147,9 +1169,14 @@ class Service(Stage):
             self._lend_again(rank, lent)
             process.call_at(process.now + self.rng.random() * 4.0, self._lend_again, rank, lent)
             self._in_time(rank, holder)
+            self._lease_over(rank, holder, end)
             self.world.at(process.now, partial(self._ended, rank, lent, process, end.cause))
 
         process.loop.create_task(wait())
+        return None
+
+    def _lease_over(self, rank: _Rank, lease: _Lease, end: LeaseEnd) -> None:
+        """A rank has told the end of a lease."""
 
     def _in_time(self, rank: _Rank, lease: _Lease) -> None:
         """A lease lasts as long as it should."""
@@ -1212,6 +1239,7 @@ class Service(Stage):
         if lent.is_preempted:
             lent.is_preempted = False
             ask = replace(lent.ask, number=lent.ask.number + AGAIN, at=self.world.now, shares=-1, lend_s=0.0, fate=LENT)
+            ask = replace(ask, legs=None)
             self.world.at(self.world.now, partial(self._ask, ask, 3, lent.blocks))
 
     # -- the decode engines -----------------------------------------------------------------------------
@@ -1451,19 +1479,21 @@ class Attempt:
             self.said |= {"cancelled", "failed"}
         service.discharged.setdefault((self.lent.ask.number, rank.name), self.process.now)
 
-    async def _pull(self, request_id: str, is_last: bool) -> bool:
-        """One pull; True if another may do better."""
+    async def _pull(self, request_id: str, is_last: bool, given: Sequence[int] | None = None) -> bool:
+        """One pull, into the given blocks if there are any; True if another may do better."""
         service, rank, ask = self.service, self.rank, self.lent.ask
         world, engine = service.world, rank.engine
         first = ask.cached
         count = -(-ask.tokens // BLOCK) - first // BLOCK if first < ask.tokens else 0
-        while len(rank.free) < count:
+        while given is None and len(rank.free) < count:
             # All blocks may be held by transfers that never end: that is no pull's fault.
             self.is_open = False
             await asyncio.sleep(0.2)
         self.is_open = True
         self.called = "pulled"
-        blocks = [rank.free.pop(service.rng.randrange(len(rank.free))) for _ in range(count)]
+        if given is None:
+            given = [rank.free.pop(service.rng.randrange(len(rank.free))) for _ in range(count)]
+        blocks = list(given)
         token = filling = Filling(rank, self.lent, first, blocks)
         if service.script.looks is not None:
             rank.fillings[request_id] = filling
@@ -1600,7 +1630,7 @@ class Attempt:
         """A pull that no fault touches is not affected: it completes, as fast as it would without any."""
         script, lent = self.service.script, self.lent
         is_spared = lent.ask.prefill in self.service.spared
-        if not (is_spared or script.is_only_hostile) or called > lent.lent_from + lent.ask.lease_s - 1.0:
+        if not (is_spared or script.is_only_hostile) or self._is_late(called):
             return  # trouble is allowed, or it came late: the router took long, or there were no blocks to fill
         took = self.process.now - max(called, lent.lent_by)
         num_packets = UNTROUBLED_PACKETS + 2 * lent.ask.recall  # a read that may be recalled is confirmed
@@ -1628,6 +1658,9 @@ class Attempt:
             self._violate(f"was spared and failed: {self.reason}")
         elif took > bound:
             self._violate(f"was spared and took {took:.3f} s, more than {bound:.3f} s")
+
+    def _is_late(self, called: float) -> bool:
+        return called > self.lent.lent_from + self.lent.ask.lease_s - 1.0
 
     def _violate(self, what: str) -> None:
         # A task's exception would wait until it is asked for.
