@@ -48,6 +48,7 @@ def make_follow_script(seed: int, faults: Sequence[str] = FOLLOW_FAULTS) -> Scri
     asks = [_followed(rng, script, ask, not is_alone) if rng.random() < share else ask for ask in script.asks]
     if not is_alone and len(asks) > 1 and rng.random() < 0.25:
         asks = _with_one_ticket(rng, asks)
+        script = replace(script, schedulers=rng.choice([script.schedulers, 2, 2]))
     # The service is watched until most of them are done.
     ends = [ask.at + ask.legs.compute_s + ask.lend_s + 1.0 for ask in asks if ask.legs is not None]
     seconds = max(script.seconds, *ends) if ends else script.seconds
@@ -85,7 +86,9 @@ def _followed(rng: random.Random, script: Script, ask: Ask, may_be_odd: bool) ->
 
 def _with_one_ticket(rng: random.Random, asks: Sequence[Ask]) -> list[Ask]:
     """Let two requests bear one ticket, often at the same time, and often to schedulers that do not know each other."""
-    first, second = rng.sample(asks, 2)
+    first = rng.choice(asks)
+    others = [ask for ask in asks if ask is not first]
+    second = rng.choice([ask for ask in others if (ask.number - first.number) % 2] or others)
     ticket = min(first.number, second.number)
     found = []
     for ask in asks:

@@ -1,78 +1,47 @@
 """Simulated services whose router sends both legs of a request at once, so that decode engines follow it.
 
 The schedulers are the package's ledgers, beside all processes: their orders reach each rank one after the other, and
-the reports come back as late. A rank of a decode engine has a desk, as in an embedding. What a rank of a prefill engine
-lends is lent as in other services. A request without legs is served beside them, as there.
+the reports come back as late. A request without legs is served beside them, as in other services.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from asynckv.core.source import MAX_CLAIM_PAUSE_S
-from asynckv.core.types import Address, Key, Reason, ReplyTo, decode_follow, decode_params
-from asynckv.core.wire import Follow as FollowMessage
-from asynckv.core.wire import Message, Offered, Packet, Unfollow, decode_offer, decode_packet, encode_packet
-from asynckv.embed import Announce, Cancel, EngineDesk, Follow, Lend, Offer, Order, Pull, Withdraw, WithdrawTicket
+from asynckv.core.types import Address, Key, ReplyTo
+from asynckv.core.wire import Follow, Message, Offered, Packet, Unfollow, encode_packet
+from asynckv.embed import Lend, Order, Withdraw, WithdrawTicket
 from asynckv.embed import desk as desk_module
-from asynckv.embed.ledgers import DecodeLedger, Fetch, PrefillLedger
-from asynckv.embed.orders import Failed, Finished, Refused
-from asynckv.errors import AsyncKVError, EngineClosed, LocalProtocolError, NoOffer, RemoteProtocolError
+from asynckv.embed.ledgers import PrefillLedger
+from asynckv.embed.orders import Finished, Refused
+from asynckv.errors import EngineClosed
 from asynckv.results import LeaseEnd
 from asynckv.scheduler import PrefillRanks
+from tests.lab.decoder import STEP_S, Decoder, Followed
 from tests.lab.doors import Doors
-from tests.lab.follow_script import ANNOUNCED, FOLLOWED, LENDING, MOMENTS, OFFERED, OWNER, PULLED, TAKEN, TOLD
-from tests.lab.oracles import TURN_S, Stopwatch, is_about
+from tests.lab.follow_script import FOLLOWED, LENDING, MESSAGES, MOMENTS, OFFERED, OWNER, TAKEN
+from tests.lab.oracles import Stopwatch
 from tests.lab.script import ABORTED, BLOCK, DROPPED, LENT, WITHDRAWN, Ask, Fault, Legs, Script
-from tests.lab.service import (
-    FREED,
-    HOSTILE_S,
-    LEASE,
-    PROBE,
-    PULL,
-    UNTROUBLED_PACKETS,
-    UNTROUBLED_S,
-    Attempt,
-    Listener,
-    Service,
-    _Lease,
-    _Lent,
-    _Prefill,
-    _Rank,
-    number_of,
-)
+from tests.lab.service import PROBE, PULL, Lease, Lent, Listener, Prefill, Rank, Service
+from tests.lab.ticket_rules import Tickets, about_tickets
 from tests.lab.world import Process
 
-OWN_S = 1.5
-"""A scheduler gives a follow up so much later than its ranks do."""
+ORDER_S = 0.3
+"""Seconds that an order takes to a rank of a prefill engine, at most."""
 
-STEP_S = 0.01
-"""Seconds that an order takes to its rank, or a report back, at most."""
+SETTLE_S = 1.0
+"""Seconds after which what was offered is released, if nothing goes wrong."""
 
 DEATH_S = 0.3
 """Seconds until a scheduler knows that a rank has died, at most."""
-
-SETTLE_S = 2.0
-"""Seconds after which a rank has carried out whatever it was ordered."""
-
-_TAGS = {kind.__struct_config__.tag for kind in (FollowMessage, Unfollow, Offered)}
-
-
-@lru_cache(maxsize=64)
-def _about_tickets(packet: bytes) -> Packet | None:
-    """Return what a packet says, if it says anything about a ticket."""
-    with suppress(AsyncKVError):
-        return decode_packet(packet) if is_about(packet, _TAGS) else None
-    return None
 
 
 @contextmanager
@@ -85,109 +54,6 @@ def _in_one_go() -> Iterator[None]:
         yield
     finally:
         module["SLICE_S"] = before
-
-
-@dataclass(slots=True)
-class _Loan:
-    """A request that a rank lends under a ticket."""
-
-    lent: _Lent
-    since: Stopwatch
-    over: Stopwatch | None = None
-    """Since when it is lent no more."""
-
-
-class Tickets:
-    """Rules about what ranks say of tickets.
-
-    A rank offers what it lends under that ticket, while it lends it, and nothing else. It says that a request was
-    withdrawn or has ended if that is so.
-    """
-
-    def __init__(self, service: FollowService) -> None:
-        self._service, self._world = service, service.world
-        self._loans: dict[tuple[str, str], _Loan] = {}
-        """By process start of the owner, and ticket."""
-        self._withdrawn: dict[tuple[str, str], float] = {}
-        self.asked: dict[tuple[Process, str], tuple[str, float]] = {}
-        """By reader and ticket: the process start that was asked last, and when a rank was asked first."""
-
-    def lends(self, process: Process, owner: str, ticket: str, lent: _Lent) -> None:
-        """A rank is about to lend a request. A ticket belongs to the first."""
-        self._loans.setdefault((owner, ticket), _Loan(lent, Stopwatch.start(process)))
-
-    def does_not_lend(self, owner: str, ticket: str, lent: _Lent) -> None:
-        if self._loans[owner, ticket].lent is lent:
-            del self._loans[owner, ticket]
-
-    def ends(self, process: Process, lent: _Lent) -> None:
-        """A rank lends a request no more."""
-        for loan in self._loans.values():
-            if loan.lent is lent and loan.since.process is process:
-                loan.over = loan.over or Stopwatch.start(process)
-
-    def withdraws(self, process: Process, owner: str, ticket: str) -> None:
-        self._withdrawn.setdefault((owner, ticket), process.now)
-
-    def is_lent(self, owner: str, ticket: str) -> bool:
-        """Whether a rank lends a request under a ticket, as far as its engine knows."""
-        return (owner, ticket) in self._loans and self._over(self._loans[owner, ticket]) is None
-
-    def known_at(self, owner: str, ticket: str) -> tuple[float, float]:
-        """Return when a rank has lent a request under a ticket, and when it has withdrawn that; never: infinity."""
-        loan = self._loans.get((owner, ticket))
-        return loan.since.at if loan else math.inf, self._withdrawn.get((owner, ticket), math.inf)
-
-    def _over(self, loan: _Loan) -> Stopwatch | None:
-        """Since when a request may not be offered: it has ended, or was revoked."""
-        leases = [x for _, process, x in self._service.leases if process is loan.since.process and x.lent is loan.lent]
-        return loan.over or next((x.revoked for x in leases if x.revoked), None)
-
-    def sent(self, source: Process, packet: Packet, message: Message) -> None:
-        """A process says something about a ticket."""
-        match message:
-            case FollowMessage(ticket=ticket):
-                _, since = self.asked.get((source, ticket), ("", source.now))
-                self.asked[source, ticket] = packet.target, since
-            case Offered(ticket=ticket, reason=None):
-                self._judge_offer(source, message, self._loans.get((packet.sender, ticket)))
-            case Offered(ticket=ticket, reason=reason) if reason is not None:
-                judge = partial(self._judge_refusal, source, packet.sender, ticket, reason.value)
-                if reason in (Reason.ENGINE_CLOSED, Reason.WITHDRAWN, Reason.RESTARTED):
-                    judge()
-                else:
-                    self._world.at(source.now + TURN_S, judge)  # its engine is told of an end a moment later
-            case _:
-                pass
-
-    def _judge_offer(self, source: Process, message: Offered, loan: _Loan | None) -> None:
-        try:
-            offered = decode_offer(message)
-        except RemoteProtocolError as exc:
-            self._world.violate(f"{source.name} offers what is malformed: {exc}")
-            return
-        what = f"{source.name} offers request {offered.request_id!r}"
-        if loan is None:
-            self._world.violate(f"{what}, which it has not lent under that ticket")
-        elif offered != decode_params(loan.lent.params):
-            self._world.violate(f"{what} under the ticket of request {loan.lent.params['request_id']!r}")
-        elif (over := self._over(loan)) is not None and over.ran_s > TURN_S:
-            self._world.violate(f"{what} {over.ran_s:.3f} s after its end")
-
-    def _judge_refusal(self, source: Process, owner: str, ticket: str, reason: str) -> None:
-        rank, loan = self._service.ranks[source.name.partition("#")[0]], self._loans.get((owner, ticket))
-        is_ending = source.is_dead or rank.process is not source or rank.is_moving or rank.is_draining
-        match reason:
-            case "withdrawn":
-                is_so = (owner, ticket) in self._withdrawn
-            case "restarted":
-                is_so = owner == rank.engine.incarnation  # it speaks for itself, and another one was asked
-            case "engine_closed":
-                is_so = is_ending
-            case _:
-                is_so = is_ending or (loan is not None and self._over(loan) is not None)
-        if not is_so:
-            self._world.violate(f"{source.name} says that a request is {reason}, and it is not")
 
 
 @dataclass(slots=True, eq=False)
@@ -210,6 +76,8 @@ class _Route:
     owns_ticket: bool = False
     is_over: bool = False
     """Nothing is lent for it any more."""
+    withdrawn_at: float = math.inf
+    """When its scheduler ended it without a loan."""
 
 
 class Lines:
@@ -223,392 +91,6 @@ class Lines:
         return self._last[way]
 
 
-@dataclass(slots=True, eq=False)
-class _Followed:
-    """A request of a decode engine."""
-
-    route: _Route
-    fetch: Fetch
-    blocks_at: float = math.inf
-    """When there are blocks for it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Following:
-    """What a rank was ordered to follow, and what it has reported of it."""
-
-    ticket: str
-    follow: dict[str, Any]
-    clock: Stopwatch
-    orders: int = 1
-    reports: int = 0
-    has_ended: bool = False
-    """It was reported that it is not offered."""
-    is_unwanted: bool = False
-    """It was cancelled since."""
-
-
-class Fetching(Attempt):
-    """What one rank does for a request that its engine follows, from its announcement on."""
-
-    def __init__(self, decoder: Decoder, rank: _Rank, lent: _Lent, name: str) -> None:
-        super().__init__(decoder.service, rank, lent)
-        self.name, self.is_open, self._is_odd = name, False, decoder.service.is_odd(lent.ask)
-        self._result: asyncio.Future[str] = self.process.loop.create_future()
-
-    async def pull(self, order: Pull) -> None:
-        try:
-            await self._pull(self.name, True, [block for _, ids in order.groups for block in ids if block is not None])
-        except asyncio.CancelledError:
-            self.service.outcomes["pull.task_cancelled"] += 1
-        except (EngineClosed, LocalProtocolError) as exc:
-            self.is_turned_away = True
-            self.service.outcomes[f"pull.{type(exc).__name__}"] += 1
-        finally:
-            self.is_open = False
-
-    async def _ask(self, request_id: str, blocks: list[int], is_last: bool) -> str:
-        return await self._result
-
-    def reported(self, pull_id: str, error: Exception | None = None) -> None:
-        """The desk has reported how the pull ended."""
-        if self._result.done():
-            self._violate("has two ends")
-        elif error is None:
-            self._result.set_result(pull_id)
-        else:
-            self._result.set_exception(error)
-
-    def _is_late(self, called: float) -> bool:
-        # An announced request is renewed; but an announcement does not last for ever, nor may a lease.
-        lent, at = self.lent, self.announced_at
-        lasts_until = min(at + PULL.announce_s * 0.99, lent.lent_from + LEASE.max_lease_s - 2.0)
-        return self._is_odd or at > lent.lent_from + lent.ask.lease_s - 1.0 or called > lasts_until
-
-    def _give_back(self, blocks: Sequence[int]) -> None:
-        """The scheduler gives them back."""
-
-
-class Decoder:
-    """A decode engine's scheduler, and what its ranks do for it."""
-
-    def __init__(self, service: FollowService, number: int) -> None:
-        self.service, self.world, self.number = service, service.world, number
-        self.ranks = service.decode[number]
-        self.ledger = DecodeLedger(len(self.ranks))
-        self.processes: list[Process | None] = [None] * len(self.ranks)
-        """Those that the scheduler believes alive; None: it knows of none."""
-        self.followed: dict[str, _Followed] = {}
-        self.blocks: dict[str, tuple[list[int], list[Process]]] = {}
-        """By name of a pull: its blocks, and where they were taken."""
-        self.followings: dict[tuple[Process, str], _Following] = {}
-        self.fetching: dict[tuple[Process, str], Fetching] = {}
-        self.tasks: list[tuple[Fetching, asyncio.Task[None]]] = []
-        self.received: set[int] = set()
-        """Numbers of requests that were received on all ranks."""
-        self.decided: dict[str, Key] = {}
-        """The key that each request was decided to have, by name."""
-        self.offered: dict[_Lent, tuple[float, list[tuple[Process, int]]]] = {}
-        """What any rank was offered: when first, and by whom it is to be released since."""
-        self._desks: dict[Process, EngineDesk] = {}
-
-    # -- the scheduler ------------------------------------------------------------------------------
-
-    def begin(self) -> None:
-        self.processes = [rank.process for rank in self.ranks]
-
-    def follow(self, route: _Route, follow: dict[str, Any], number: int) -> None:
-        request_id = f"D{route.ask.number}" + f"~n{number}" * bool(number)
-        fetch = self.ledger.follow(request_id, follow)
-        self.service.outcomes["follow.known" if fetch is None else "follow"] += 1
-        if fetch is None:
-            return
-        self.followed[request_id] = followed = _Followed(route, fetch)
-        legs = route.ask.legs
-        assert legs is not None
-        self.world.at(self.world.now + PULL.follow_s + OWN_S, partial(self._time_is_over, followed))
-        if legs.cached_s >= 0.0:
-            self.world.at(self.world.now + legs.cached_s, partial(self.release, followed))
-        self.step()
-
-    def release(self, followed: _Followed) -> None:
-        """The whole prompt is cached here."""
-        if self.followed.get(followed.fetch.request_id) is followed and followed.fetch.name not in self.blocks:
-            self.service.outcomes[f"follow.cached.{followed.fetch.state.value}"] += 1
-            self.ledger.release(followed.fetch.request_id)
-            del self.followed[followed.fetch.request_id]
-            self.step()
-
-    def cancel(self, followed: _Followed) -> None:
-        if self.followed.get(followed.fetch.request_id) is followed:
-            self.service.outcomes[f"follow.cancelled.{followed.fetch.state.value}"] += 1
-            self.ledger.cancel(followed.fetch.request_id)
-            del self.followed[followed.fetch.request_id]
-            self.step()
-
-    def of(self, number: int) -> list[_Followed]:
-        return [each for each in self.followed.values() if each.route.ask.number == number]
-
-    def _time_is_over(self, followed: _Followed) -> None:
-        if self.followed.get(followed.fetch.request_id) is followed and followed.fetch.params is None:
-            self.service.outcomes["follow.refused_by_scheduler"] += not followed.fetch.errors
-            text = f"request {followed.fetch.request_id!r} was offered nothing in time"
-            self.ledger.refuse(followed.fetch.request_id, NoOffer(text, reason="no_offer", failed_in="follow"))
-            self.step()
-
-    def step(self) -> None:
-        """Decide what can be decided, and hand out the orders."""
-        now = self.world.now
-        outcome = self.ledger.take_outcome()
-        for fetch in outcome.retired:
-            blocks, processes = self.blocks[fetch.name]
-            for rank, process in zip(self.ranks, processes, strict=True):
-                if rank.process is process:
-                    rank.retired |= set(blocks)
-        for fetch in (*outcome.received, *outcome.failed):
-            self.followed.pop(fetch.request_id, None)
-            self.service.outcomes["follow.failed" if fetch.errors else "follow.received"] += 1
-        self.received |= {number_of(fetch.request_id) for fetch in outcome.received}
-        for fetch in (*outcome.received, *outcome.free):
-            self._blocks_back(fetch)
-        for request_id, followed in list(self.followed.items()):
-            may = self.ledger.may_pull(request_id)
-            if may is False and followed.fetch.name not in self.blocks:
-                self.service.outcomes[f"follow.over.{followed.fetch.state.value}"] += 1
-                self.ledger.cancel(request_id)
-                del self.followed[request_id]
-            elif may and followed.blocks_at == math.inf:
-                legs = followed.route.ask.legs
-                assert legs is not None
-                followed.blocks_at = now + legs.waits_s
-                self.world.at(followed.blocks_at, self.step)
-            if may and followed.blocks_at <= now:
-                self._pull(followed)
-        self._hand_out()
-
-    def _pull(self, followed: _Followed) -> None:
-        fetch = followed.fetch
-        assert fetch.params is not None
-        ask = self.service.lent_by(fetch.plain).ask
-        count = -(-ask.tokens // BLOCK) - ask.cached // BLOCK if ask.cached < ask.tokens else 0
-        living = [rank for rank in self.ranks if not rank.process.is_dead]
-        free = sorted(set.intersection(*(set(rank.free) for rank in living))) if living else []
-        if living and len(free) < count:
-            self.world.at(self.world.now + 0.2, self.step)
-            return
-        blocks = self.service.dice.sample(free, count if living else 0)
-        for rank in living:
-            rank.free = [block for block in rank.free if block not in blocks]
-        self.blocks[fetch.name] = blocks, [rank.process for rank in self.ranks]
-        self.ledger.pull(fetch.request_id, [(ask.cached, blocks)], priority=ask.priority)
-
-    def _blocks_back(self, fetch: Fetch) -> None:
-        """All ranks have given the blocks of a pull back: they are overwritten at once."""
-        blocks, processes = self.blocks.pop(fetch.name)
-        for rank, process in zip(self.ranks, processes, strict=True):
-            if rank.process is process and not process.is_dead:
-                for block in blocks:
-                    rank.owner.pop(block, None)
-                    rank.words[block] = FREED
-                    rank.retired.discard(block)
-                    rank.free.append(block)
-
-    def _hand_out(self) -> None:
-        if orders := self.ledger.take_orders():
-            for index in sorted(self.ledger._living):
-                if (process := self.processes[index]) is not None:
-                    at = self.service.lines.next_at((process, "orders"), self.world.now)
-                    process.call_at(at, self._carry_out, index, process, orders)
-
-    def died(self, index: int, process: Process) -> None:
-        """The scheduler hears that a rank has died."""
-        if self.processes[index] is process:
-            self.processes[index] = None
-            self.ledger.rank_died(index)
-            self.step()
-
-    def joined(self, index: int, process: Process) -> None:
-        if self.ranks[index].process is process and not process.is_dead:
-            if (before := self.processes[index]) is not None:
-                self.died(index, before)
-            self.processes[index] = process
-            self.ledger.rank_joined(index)
-            self.step()
-
-    def _report(self, index: int, process: Process, finished: Finished) -> None:
-        if self.processes[index] is process:
-            self.ledger.update(index, finished)
-            self.step()
-
-    # -- the ranks ----------------------------------------------------------------------------------
-
-    def _desk(self, index: int, process: Process) -> EngineDesk:
-        if process not in self._desks:
-            news = partial(self._news, index, process)
-            self._desks[process] = EngineDesk(self.ranks[index].engine, on_news=news)
-        return self._desks[process]
-
-    def _carry_out(self, index: int, process: Process, orders: Sequence[Order]) -> None:
-        """Take orders to a rank's desk."""
-        rank, desk, service = self.ranks[index], self._desk(index, process), self.service
-        for order in orders:
-            match order:
-                case Follow(request_id=name, follow=follow):
-                    place, plain = (process, name), dict(follow)
-                    if place in self.followings:
-                        self.followings[place].orders += 1
-                    else:
-                        self.followings[place] = _Following(plain["ticket"], plain, Stopwatch.start(process))
-                case Announce(request_id=name, params=params):
-                    fetching = self._fetching(rank, name, params)
-                    fetching.called, fetching.memory_epoch = "announced", rank.engine.memory_epoch
-                    fetching.announced_at = min(fetching.announced_at, process.now)
-                    self._decide(rank, name, fetching.lent.key)
-                    service.met_at(ANNOUNCED, fetching.lent.ask.number, process)
-                case Pull(request_id=name, params=params):
-                    fetching = self._fetching(rank, name, params)
-                    self._decide(rank, name, fetching.lent.key)
-                    fetching.is_open = True
-                    task = process.loop.create_task(fetching.pull(order))
-                    self.tasks.append((fetching, task))
-                    service.met_at(PULLED, fetching.lent.ask.number, process)
-                case Cancel(request_id=name, params=params):
-                    if (following := self.followings.get((process, name))) is not None:
-                        following.is_unwanted = True
-                    known = self.fetching.get((process, name))
-                    if params is not None and (known is None or not known.is_pulling):
-                        known = self._fetching(rank, name, params)
-                        known.said |= {"complete", "failed", "cancelled"}
-                    if known is not None:
-                        known.give_up()
-                        known.said.add("cancelled")
-                        service.discharged.setdefault((known.lent.ask.number, rank.name), process.now)
-                case _:
-                    self.world.violate(f"{rank.name} is ordered {order}")
-        with suppress(EngineClosed):
-            desk.submit(orders)
-
-    def _fetching(self, rank: _Rank, name: str, params: Any) -> Fetching:
-        place = rank.process, name
-        if place not in self.fetching:
-            lent = self.service.lent_by(params)
-            self.fetching[place] = fetching = Fetching(self, rank, lent, name)
-            self.service.attempts.append(fetching)
-        return self.fetching[place]
-
-    def _decide(self, rank: _Rank, name: str, key: Key) -> None:
-        if self.decided.setdefault(name, key) != key:
-            self.world.violate(f"{rank.name} has other params for {name} than another rank of its engine")
-
-    def _news(self, index: int, process: Process) -> None:
-        """A desk has news: judge them as the rank tells them, and take them to the scheduler a moment later."""
-        finished, rank = self._desks[process].take_finished(), self.ranks[index]
-        for offer in finished.offered:
-            self._judge_offer(rank, process, offer)
-        for failed in finished.not_offered:
-            self._judge_end(process, failed)
-        for refused in finished.refused:
-            if isinstance(refused.order, Follow):
-                self.followings[process, refused.order.request_id].reports += 1
-            elif isinstance(refused.order, Pull):
-                self.fetching[process, refused.order.request_id].reported("", refused.error)
-        for result in finished.finished_recving:
-            self.fetching[process, result.request_id].reported(result.pull_id)
-        for failed in finished.failed:
-            self.fetching[process, failed.request_id].reported("", failed.error)
-        process.loop.call_soon(self._forward, index, process, finished)  # once the bytes of its pulls were judged
-
-    def _forward(self, index: int, process: Process, finished: Finished) -> None:
-        at = self.service.lines.next_at((process, "reports"), process.now)
-        self.world.at(at, partial(self._report, index, process, finished))
-
-    def _judge_offer(self, rank: _Rank, process: Process, offer: Offer) -> None:
-        following, params = self.followings[process, offer.request_id], decode_params(offer.params)
-        token, asked = params.key.token, decode_follow(following.follow)
-        lent = self.service.known.get((params.engine_id, token))
-        if lent is None or (params.engine_id, params.endpoints) != (asked.engine_id, asked.endpoints):
-            self.world.violate(f"{rank.name} takes an offer of {params.engine_id}, and follows {asked.engine_id}")
-            return
-        following.reports += not offer.is_late
-        if offer.is_late and not following.has_ended:
-            self.world.violate(f"{rank.name} says that {offer.request_id} is offered late, and not that it had ended")
-        self.service.outcomes[f"offer.{'late' if offer.is_late else 'in_time'}"] += 1
-        if offer.is_late:
-            self._fetching(rank, f"{offer.request_id}~late", offer.params).said |= {"complete", "cancelled"}
-            self.service.discharged.setdefault((lent.ask.number, rank.name), process.now)
-        if lent not in self.offered:
-            living = [(r.process, r.engine.memory_epoch) for r in self.ranks if not r.process.is_dead]
-            self.offered[lent] = process.now, living
-        if not offer.is_late:
-            self._in_time(rank, process, offer.request_id, following, "was offered")
-        self.service.met_at(TOLD, lent.ask.number, process)
-
-    def _judge_end(self, process: Process, failed: Failed) -> None:
-        following, error = self.followings[process, failed.request_id], failed.error
-        reason = str(getattr(error, "reason", "")) or type(error).__name__
-        following.reports, following.has_ended = following.reports + 1, True
-        self.service.outcomes[f"not_offered.{reason}"] += 1
-        rank = self.service.ranks[process.name.partition("#")[0]]
-        if not isinstance(error, AsyncKVError):
-            self.world.violate(f"{process.name} follows {failed.request_id} no more because of {error!r}")
-        if following.is_unwanted or rank.is_moving or rank.is_draining:
-            return
-        took_s = process.now - following.clock.at
-        if reason == "no_offer" and took_s < PULL.follow_s - TURN_S:
-            self.world.violate(f"{process.name} follows {failed.request_id} no more after {took_s:.3f} s")
-        self._in_time(rank, process, failed.request_id, following, f"ended ({reason})")
-
-    def _in_time(self, rank: _Rank, process: Process, name: str, following: _Following, how: str) -> None:
-        """What no fault touches is told as soon as it is known."""
-        script, ask, ran_s = self.service.script, self.service.asks[number_of(name)], following.clock.ran_s
-        if ran_s > PULL.follow_s * 1.001 + TURN_S:
-            self.world.violate(f"{process.name} has followed {name} for {ran_s:.3f} s, and {how}")
-        if self.service.is_odd(ask) or not (script.is_only_hostile or ask.prefill in self.service.spared):
-            return
-        owner, asked_at = self.service.tickets.asked.get((process, following.ticket), ("", math.inf))
-        lent_at, withdrawn_at = self.service.tickets.known_at(owner, following.ticket)
-        known_at = min(lent_at, withdrawn_at)
-        bound = UNTROUBLED_S + UNTROUBLED_PACKETS * 2.5e-4 * script.wire + HOSTILE_S * script.is_only_hostile
-        if known_at > asked_at + LEASE.parked_s * 0.99:
-            bound += MAX_CLAIM_PAUSE_S  # its question is parked for a while, and then asked again
-        begin = max(known_at, following.clock.at)
-        is_too_late = begin + bound > following.clock.at + PULL.follow_s
-        if how == "was offered" and process.now > begin + bound:
-            self.world.violate(
-                f"{process.name} {how} {name} {process.now - begin:.3f} s after it could be, not {bound:.3f}"
-            )
-        elif how != "was offered" and known_at == lent_at < math.inf and not is_too_late:
-            if self.service.tickets.is_lent(owner, following.ticket):
-                self.world.violate(f"{process.name} follows {name}, which is lent, and it {how}")
-        elif how == "ended (no_offer)" and withdrawn_at < math.inf and not is_too_late:
-            self.world.violate(f"{process.name} follows {name}, which was withdrawn, and it {how}")
-
-    # -- afterwards ---------------------------------------------------------------------------------
-
-    def wrong(self) -> str:
-        """Name what must not be, once everything has had its time."""
-        if self.followed:
-            name, followed = next(iter(self.followed.items()))
-            return f"decode engine {self.number} waits for {name} for ever: {followed.fetch.state.value}"
-        for (process, name), following in self.followings.items():
-            if not process.is_dead and following.reports != following.orders:
-                return f"{process.name} was ordered to follow {name}, and has reported {following.reports} ends of it"
-        for lent, (at, living) in self.offered.items():
-            for process, epoch in living:
-                rank = self.service.ranks[process.name.partition("#")[0]]
-                if rank.process is not process or process.is_dead or rank.engine.memory_epoch != epoch:
-                    continue
-                if (lent.ask.number, rank.name) not in self.service.discharged:
-                    return f"{rank.name} never released request {lent.ask.number}, offered to its engine at {at:.3f} s"
-        if left := [fetch.name for fetch in self.ledger._fetches.values() if not fetch.is_retired]:
-            return f"the ledger of decode engine {self.number} still knows {left}"
-        for fetching, task in self.tasks:
-            is_over = task.done() and not task.cancelled() and not fetching.process.is_dead
-            if is_over and (exc := task.exception()) is not None:
-                return f"{fetching} ended with {exc!r}"
-        return ""
-
-
 class FollowService(Service):
     """A service with requests that are followed."""
 
@@ -619,7 +101,7 @@ class FollowService(Service):
         self.dice = self.world.random_of("followed")
         self.lines, self.tickets = Lines(self), Tickets(self)
         self.asks = {ask.number: ask for ask in script.asks}
-        self.known: dict[tuple[str, str], _Lent] = {}
+        self.known: dict[tuple[str, str], Lent] = {}
         """All requests that have params, by their engines and tokens."""
         self.decoders = [Decoder(self, number) for number in range(script.decode_engines)]
         self._routes: dict[int, _Route] = {}
@@ -637,9 +119,21 @@ class FollowService(Service):
         with _in_one_go():
             super().run()
 
-    def lent_by(self, params: Mapping[str, Any]) -> _Lent:
+    def lent_by(self, params: Mapping[str, Any]) -> Lent:
         """Return the request that params are of."""
         return self.known[params["engine_id"], msgspec.convert(params["key"], Key).token]
+
+    def withdrawn_at(self, number: int) -> float:
+        """Return when the ranks of a prefill engine knew that a request had ended without a loan; never: infinity."""
+        route = self._routes[number]
+        return route.withdrawn_at + ORDER_S if route.owns_ticket else math.inf
+
+    @property
+    def troubled_until(self) -> float:
+        """When the last fault that has begun, and what it has delayed, was over."""
+        begun = [fault for fault in self.script.faults if self.begins_s + fault.at <= self.world.now]
+        ends = [self.begins_s + fault.at + fault.seconds + 4.0 * ("delay" in fault.kind) for fault in begun]
+        return math.inf if any(fault.when in MOMENTS for fault in begun) else max(ends, default=0.0)
 
     def is_odd(self, ask: Ask) -> bool:
         """Whether anything but the request's own engines decides what becomes of it."""
@@ -676,18 +170,18 @@ class FollowService(Service):
 
     def _heard(self, process: Process, packet: bytes) -> None:
         self.wire.heard(process, packet)
-        for message in found.messages if (found := _about_tickets(packet)) else ():
-            if isinstance(message, FollowMessage):
+        for message in found.messages if (found := about_tickets(packet)) else ():
+            if isinstance(message, Follow):
                 for number in [n for n, route in self._routes.items() if route.ticket == message.ticket][:1]:
                     self.met_at(FOLLOWED, number, process)
 
     def _censor(self, source: Process, target: Process, packet: bytes) -> bytes:
         """Judge what is said about tickets, and lose some of it, or let it come later, or once more."""
-        if (found := _about_tickets(packet)) is None:
+        if (found := about_tickets(packet)) is None:
             return packet
         left = []
         for message in found.messages:
-            if isinstance(message, FollowMessage | Unfollow | Offered):
+            if isinstance(message, Follow | Unfollow | Offered):
                 self.tickets.sent(source, found, message)
                 if isinstance(message, Offered) and message.reason is None:
                     for number in [n for n, route in self._routes.items() if route.ticket == message.ticket][:1]:
@@ -755,7 +249,7 @@ class FollowService(Service):
         for decoder, followed in self._followed_as(fault):
             decoder.release(followed)
 
-    def _followed_as(self, fault: Fault) -> list[tuple[Decoder, _Followed]]:
+    def _followed_as(self, fault: Fault) -> list[tuple[Decoder, Followed]]:
         return [
             (decoder, each) for number in fault.who for decoder in self.decoders for each in decoder.of(int(number))
         ]
@@ -763,7 +257,9 @@ class FollowService(Service):
     def _begin_abort(self, fault: Fault) -> None:
         for route in [route for number in fault.who if (route := self._routes.get(int(number)))]:
             book, request_id = route.book, _name(route.ask)
-            if book is not None and book.ledger.get(request_id) is not None:
+            if book is not None and (loan := book.ledger.get(request_id)) is not None:
+                if loan.ranks is None:
+                    route.withdrawn_at = min(route.withdrawn_at, self.world.now)
                 book.ledger.withdraw(request_id)
                 self._carry_out(book)
             elif not route.is_over:
@@ -840,7 +336,7 @@ class FollowService(Service):
 
     def _drop(self, route: _Route) -> None:
         """A request ends without a loan; the router ends its decode legs, if it is told before they are."""
-        route.is_over = True
+        route.is_over, route.withdrawn_at = True, min(route.withdrawn_at, self.world.now)
         self.outcomes["legs.dropped"] += 1
         if route.book is not None and route.owns_ticket:
             route.book.ledger.withdraw_ticket(route.ticket)
@@ -853,7 +349,7 @@ class FollowService(Service):
         if ask.legs is not None:
             self._drop(self._routes[ask.number])
 
-    def _make_params(self, engine: _Prefill, ask: Ask, blocks: Sequence[int]) -> dict[str, Any]:
+    def _make_params(self, engine: Prefill, ask: Ask, blocks: Sequence[int]) -> dict[str, Any]:
         if ask.legs is None:
             return super()._make_params(engine, ask, blocks)
         route = self._routes[ask.number]
@@ -868,7 +364,7 @@ class FollowService(Service):
             ticket=route.ticket if route.owns_ticket else "",
         )
 
-    def _hand_out(self, lent: _Lent, written_at: float) -> None:
+    def _hand_out(self, lent: Lent, written_at: float) -> None:
         self.known[lent.params["engine_id"], lent.key.token] = lent
         if lent.ask.legs is None:
             super()._hand_out(lent, written_at)
@@ -882,7 +378,7 @@ class FollowService(Service):
             self._settle(lent)
         self.world.at(written_at, partial(self._written, lent, self._routes[lent.ask.number]))
 
-    def _written(self, lent: _Lent, route: _Route) -> None:
+    def _written(self, lent: Lent, route: _Route) -> None:
         """The prompt is done, or its request is over: its ranks are told."""
         book, name = route.book, _name(lent.ask)
         assert book is not None
@@ -891,6 +387,7 @@ class FollowService(Service):
             if lent.ask.fate == LENT:
                 book.ledger.mark_written(name)
             elif lent.ask.fate == WITHDRAWN:
+                route.withdrawn_at = min(route.withdrawn_at, self.world.now)
                 book.ledger.withdraw(name)
         if lent.ask.fate == ABORTED:  # without a word
             for rank in lent.engine.ranks:
@@ -903,13 +400,13 @@ class FollowService(Service):
             if isinstance(order, Lend):
                 self._judge_loan(book, order)
             for rank in self._ranks_of(book):
-                at = self.lines.next_at((rank.process, "orders"), self.world.now, 0.3)
+                at = self.lines.next_at((rank.process, "orders"), self.world.now, ORDER_S)
                 if isinstance(order, Lend):
                     lent = self.lent_by(order.params)
                     lent.lent_from, lent.lent_by = min(lent.lent_from, at), max(lent.lent_by, at)
                 rank.process.call_at(at, self._execute, rank, rank.process, book, order)
 
-    def _ranks_of(self, book: _Book) -> list[_Rank]:
+    def _ranks_of(self, book: _Book) -> list[Rank]:
         ranks = next(e.ranks for e in self.prefill if book in self._books[e.number])
         return [
             rank for rank in ranks if rank.process is book.processes[rank.rank] and rank.rank in book.ledger._living
@@ -920,7 +417,7 @@ class FollowService(Service):
         if order.ticket and book.tickets[order.ticket] != lent.ask.number:
             self.world.violate(f"request {lent.ask.number} is lent under a ticket that another brought before")
 
-    def _execute(self, rank: _Rank, process: Process, book: _Book, order: Order) -> None:
+    def _execute(self, rank: Rank, process: Process, book: _Book, order: Order) -> None:
         engine, owner = rank.engine, rank.engine.incarnation
         match order:
             case Lend(params=params, ticket=ticket):
@@ -945,7 +442,7 @@ class FollowService(Service):
             case _:
                 self.world.violate(f"{rank.name} is ordered {order}")
 
-    def _withdraw(self, rank: _Rank, process: Process, lent: _Lent) -> None:
+    def _withdraw(self, rank: Rank, process: Process, lent: Lent) -> None:
         """Take a request back on a rank, whether it lends it or not."""
         leases = [lease for owner, p, lease in self.leases if owner is rank and p is process and lease.lent is lent]
         with suppress(EngineClosed):
@@ -957,12 +454,12 @@ class FollowService(Service):
         if not leases:
             self.world.at(process.now, partial(self._given_back, rank, lent))
 
-    def _lease_over(self, rank: _Rank, lease: _Lease, end: LeaseEnd) -> None:
+    def _lease_over(self, rank: Rank, lease: Lease, end: LeaseEnd) -> None:
         self.tickets.ends(lease.process, lease.lent)
         if lease.lent.ask.legs is not None and (book := self._routes[lease.lent.ask.number].book) is not None:
             self._report(book, rank, lease.process, Finished(finished_sending=[end]))
 
-    def _report(self, book: _Book, rank: _Rank, process: Process, finished: Finished) -> None:
+    def _report(self, book: _Book, rank: Rank, process: Process, finished: Finished) -> None:
         def arrive() -> None:
             if rank in self._ranks_of(book):
                 book.ledger.update(rank.rank, finished)
@@ -976,13 +473,13 @@ class FollowService(Service):
 
     # -- lives ------------------------------------------------------------------------------------------
 
-    def _kill(self, rank: _Rank) -> None:
+    def _kill(self, rank: Rank) -> None:
         process = rank.process
         if not process.is_dead:
             self.world.at(self.world.now + self.dice.random() * DEATH_S, partial(self._died, rank, process))
         super()._kill(rank)
 
-    def _died(self, rank: _Rank, process: Process) -> None:
+    def _died(self, rank: Rank, process: Process) -> None:
         if rank.role == "decode":
             self.decoders[rank.engine_number].died(rank.rank, process)
             return
@@ -991,12 +488,12 @@ class FollowService(Service):
                 book.ledger.rank_died(rank.rank)
                 self._carry_out(book)
 
-    def _restart(self, rank: _Rank) -> None:
+    def _restart(self, rank: Rank) -> None:
         super()._restart(rank)
         if rank.role == "decode":
             self._join(rank, rank.process)
 
-    def _join(self, rank: _Rank, process: Process) -> None:
+    def _join(self, rank: Rank, process: Process) -> None:
         """Tell the scheduler of a rank once that has started."""
         if rank.engine._started_at < math.inf:
             self.decoders[rank.engine_number].joined(rank.rank, process)
@@ -1005,32 +502,46 @@ class FollowService(Service):
 
     # -- judgement --------------------------------------------------------------------------------------
 
-    def reads(self, rank: _Rank, request_id: str, key: Key) -> None:
+    def reads(self, rank: Rank, request_id: str, key: Key) -> None:
         if self.decoders[rank.engine_number].decided.get(request_id, key) != key:
             self.world.violate(f"{rank.name} reads for {request_id} by other params than its scheduler's")
 
     @property
-    def _is_mild(self) -> bool:
-        return False
+    def _troubles(self) -> Sequence[Fault]:
+        return [fault for fault in self.script.faults if fault.kind not in (*MESSAGES, "cached")]
 
-    def _was_done_with(self, rank: _Rank, lease: _Lease) -> bool:
+    def _was_done_with(self, rank: Rank, lease: Lease) -> bool:
         is_odd = lease.lent.ask.legs is not None and self.is_odd(lease.lent.ask)
         return not is_odd and super()._was_done_with(rank, lease)
 
-    def _was_told(self, rank: _Rank, lease: _Lease) -> str:
+    def _was_told(self, rank: Rank, lease: Lease) -> str:
         is_odd = lease.lent.ask.legs is not None and self.is_odd(lease.lent.ask)
         return "" if is_odd else super()._was_told(rank, lease)
 
+    def _was_spared(self, lent: Lent) -> bool:
+        """Whether nothing kept readers from releasing a request that they had cached whole."""
+        ask = lent.ask
+        if ask.legs is None or self.is_odd(ask) or ask.prefill not in self.spared:
+            return False
+        since = [self.decoders[engine].spared.get(ask.number, math.inf) for engine in ask.engines]
+        until = min(min(since) + PULL.follow_s, lent.lent_from + ask.lease_s)
+        return max(lent.lent_by, *since) + SETTLE_S < until
+
     def _check(self) -> None:
         super()._check()
+        for rank, _, lease in self.leases:
+            if lease.ended == "expired" and self._was_spared(lease.lent):
+                self.world.violate(f"nobody released request {lease.ask} on {rank.name}, whose prompt was cached whole")
         for decoder in self.decoders:
             if wrong := decoder.wrong():
                 self.world.violate(wrong)
         for rank in self.ranks.values():
             if not rank.process.is_dead and rank.engine._home.is_settled and not rank.data.is_closed:
-                offers = rank.engine._driver.core.prefill.offers
-                if offers.lent or offers.tickets:
+                core = rank.engine._driver.core
+                if core.prefill.offers.lent or core.prefill.offers.tickets:
                     self.world.violate(f"{rank.name} offers requests that it has back")
+                if core.decode.follows.by_id:
+                    self.world.violate(f"{rank.name} follows requests for ever")
 
 
 def _name(ask: Ask) -> str:
