@@ -31,7 +31,7 @@ from tests.lab.ticket_rank import BLOCK, LEASE, NUM_BLOCKS, packed, unpacked
 
 MOST_TOKENS, STEP_S, FORWARD_S = 160, 0.003, 0.03
 LIMITS: Any = {"health_s": 0.2, "prefill_s": 8.0, "drain_s": 0.5}
-CLIENTS, PAUSE_S, MORE, PATIENCE_S = 4, 0.02, 8, 60.0
+CLIENTS, PAUSE_S, MORE, PATIENCE_S = 4, 0.02, 5, 60.0
 
 
 class Proxy:
