@@ -597,9 +597,9 @@ def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_
     assert len(told.failed) + len(told.finished_recving) + len(refused) == len(pulls) + 1
     assert [id(r.order) for r in told.refused[: len(HOSTILE)]] == [id(value) for value in HOSTILE.values()]
     follows = [order for order in orders if isinstance(order, Follow)]
-    refused = [r.order for r in told.refused if isinstance(r.order, Follow)]
-    assert len(told.not_offered) + len(refused) == len(follows)
-    assert {order.request_id for order in refused} <= {"f"}
+    unfollowed = [r.order for r in told.refused if isinstance(r.order, Follow)]
+    assert len(told.not_offered) + len(unfollowed) == len(follows)
+    assert {order.request_id for order in unfollowed} <= {"f"}
     lends = [r for r in told.refused if isinstance(r.order, Lend)]
     assert len(lends) == sum(isinstance(order, Lend) for order in orders), "these params are another engine's"
     for error in [f.error for f in (*told.failed, *told.not_offered)] + [r.error for r in told.refused]:

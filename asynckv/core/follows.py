@@ -44,6 +44,7 @@ class Follows:
             raise LocalProtocolError(f"request {name[:200]!r} follows this ticket already; cancel it first")
         self.by_request[following.request_id] = self.by_id[following.follow_id] = following
         self._by_ticket[ticket] = following
+        self._left.pop(ticket, None)  # or a late offer to that one would release what this one is offered
         self._outbox.counters["follows.started"] += 1
         self._timers.wake(following, following.deadline)
         self._meet(following, now)

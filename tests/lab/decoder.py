@@ -136,6 +136,9 @@ class Decoder:
         """The key that each request was decided to have, by name."""
         self.offered: dict[Lent, tuple[float, list[tuple[Process, int]]]] = {}
         """What any rank was offered: when first, and by whom it is to be released since."""
+        self.is_lazy = self.world.random_of("lazy", number).random() < 0.3
+        """It takes no step, and so no report, while it has no request, as vLLM does."""
+        self._untaken: list[tuple[int, Process, Finished]] = []
         self._desks: dict[Process, EngineDesk] = {}
 
     # -- the scheduler ------------------------------------------------------------------------------
@@ -187,6 +190,7 @@ class Decoder:
     def step(self) -> None:
         """Decide what can be decided, and hand out the orders."""
         now = self.world.now
+        self._take_reports()
         outcome = self.ledger.take_outcome()
         for fetch in outcome.retired:
             blocks, processes = self.blocks[fetch.name]
@@ -264,9 +268,15 @@ class Decoder:
             self.step()
 
     def _report(self, index: int, process: Process, finished: Finished) -> None:
-        if self.processes[index] is process:
-            self.ledger.update(index, finished)
+        self._untaken.append((index, process, finished))
+        if self.followed or self.blocks or not self.is_lazy:
             self.step()
+
+    def _take_reports(self) -> None:
+        untaken, self._untaken = self._untaken, []
+        for index, process, finished in untaken:
+            if self.processes[index] is process:
+                self.ledger.update(index, finished)
 
     # -- the ranks ----------------------------------------------------------------------------------
 
@@ -300,10 +310,10 @@ class Decoder:
                     task = process.loop.create_task(fetching.pull(order))
                     self.tasks.append((fetching, task))
                     service.met_at(PULLED, fetching.lent.ask.number, process)
-                case Cancel(request_id=name, params=params):
+                case Cancel(request_id=name, params=params, follows_on=follows_on):
                     if (following := self.followings.get((process, name))) is not None:
                         following.is_unwanted = True
-                    known = self.fetching.get((process, name))
+                    known = None if follows_on else self.fetching.get((process, name))
                     if params is not None and (known is None or not known.is_pulling):
                         known = self._fetching(rank, name, params)
                         known.said |= {"complete", "failed", "cancelled"}
@@ -317,9 +327,8 @@ class Decoder:
             desk.submit(orders)
 
     def _fetching(self, rank: Rank, name: str, params: Any) -> Fetching:
-        place = rank.process, name
-        if place not in self.fetching:
-            lent = self.service.lent_by(params)
+        place, lent = (rank.process, name), self.service.lent_by(params)
+        if place not in self.fetching or self.fetching[place].lent is not lent:
             self.fetching[place] = fetching = Fetching(self, rank, lent, name)
             self.service.attempts.append(fetching)
         return self.fetching[place]
@@ -403,8 +412,6 @@ class Decoder:
             return
         known_at = min(lent_at, withdrawn_at)
         bound = UNTROUBLED_S + UNTROUBLED_PACKETS * 2.5e-4 * script.wire + HOSTILE_S * script.is_only_hostile
-        if known_at > asked_at + LEASE.parked_s * 0.99:
-            bound += MAX_CLAIM_PAUSE_S  # its question is parked for a while, and then asked again
         begin = max(known_at, following.clock.at)
         is_too_late = begin + bound > following.clock.at + PULL.follow_s
         if how == "was offered" and process.now > begin + bound:
@@ -429,7 +436,8 @@ class Decoder:
         for (process, name), following in self.followings.items():
             if not process.is_dead and following.reports != following.orders:
                 return f"{process.name} was ordered to follow {name}, and has reported {following.reports} ends of it"
-        for lent, (at, living) in self.offered.items():
+        self._take_reports()
+        for lent, (at, living) in () if self.is_lazy else self.offered.items():
             for process, epoch in living:
                 rank = self.service.ranks[process.name.partition("#")[0]]
                 if rank.process is not process or process.is_dead or rank.engine.memory_epoch != epoch:

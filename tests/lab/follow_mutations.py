@@ -289,16 +289,21 @@ def late_offers_are_kept(patch: pytest.MonkeyPatch) -> None:
 def each_rank_pulls_by_its_own_offer(rank: Rank) -> None:
     """A rank announces and pulls what it was offered itself, whatever its scheduler has decided."""
     own: dict[str, Any] = {}
+    waiting: dict[str, Any] = {}
     engine = rank.engine
 
     def offer_of(following: Any) -> Any:
         params = engine.honest._offer_of(following)
         own.setdefault(following.request_id, params)
+        if (options := waiting.pop(following.request_id, None)) is not None:
+            engine.honest.announce(following.request_id, own[following.request_id], **options)
         return params
 
     def announce(request_id: str, params: Any, **options: Any) -> None:
-        if request_id in own:  # else it waits for its own
+        if request_id in own:
             engine.honest.announce(request_id, own[request_id], **options)
+        else:
+            waiting[request_id] = options  # for its own
 
     def begin_pull(waiter: Any, request_id: str, groups: Any, params: Any, **options: Any) -> Any:
         return engine.honest._begin_pull(waiter, request_id, groups, own.get(request_id, params), **options)

@@ -245,7 +245,7 @@ class Decode(Scheduler):
             what, known = "computed", None
         if known is None and what != "computed":
             raise Refused(500, "was read before")
-        blocks, is_ordered = list[int](), False
+        blocks, end = list[int](), asyncio.get_running_loop().create_future()
         try:
             while known is not None and ledger.may_pull(request_id) is None:
                 await self._stepped.wait()
@@ -256,20 +256,19 @@ class Decode(Scheduler):
                 raise next(iter(known.errors.values()), LocalProtocolError("may not be pulled"))
             else:
                 ledger.pull(request_id, [(0, blocks)])
-                self._ends[request_id], is_ordered = asyncio.get_running_loop().create_future(), True
-                fetch = await self._ends[request_id]
-                if fetch.errors:
-                    raise next(iter(fetch.errors.values()))
-                is_ordered = False
+                self._ends[request_id] = end
+                await asyncio.wait([end])
+                if errors := end.result().errors:
+                    raise next(iter(errors.values()))
             found = await self.do("check", number, blocks, tokens)
         except AsyncKVError as exc:
             self.counts[f"{what} {getattr(exc, 'reason', type(exc).__name__)}"] += 1
             raise
         finally:
-            self._ends.pop(request_id, None)
+            is_pulled = self._ends.pop(request_id, None) is not None
             ledger.cancel(request_id)
-            if not is_ordered:  # else the ledger tells when nothing can write them any more
-                self.give(blocks)
+            if not is_pulled and not (end.done() and end.result().errors):
+                self.give(blocks)  # else the ledger tells when nothing can write them any more
         self.counts.update({what: 1, "compared": sum(n for n, _ in found), "wrong": sum(n for _, n in found)})
         return {"asynckv_follows": True} if params.get("asynckv_ask") else {}
 
