@@ -59,7 +59,7 @@ nitpick_ignore_regex = [
     (r"py:obj", r".*"),
     (r"py:.*", r"(asyncio|collections|contextlib|dataclasses|enum|mmap|os|pathlib|types|typing)(\..*)?"),
     (r"py:.*", r"(anyio|msgspec|nixl|np|npt|numpy|prometheus_client|rich|structlog|torch|typer|zmq)(\..*)?"),
-    (r"py:class", r"(Any|Awaitable|Callable|Iterable|Iterator|Mapping|Path|Sequence|TracerProvider)"),
+    (r"py:class", r"(Any|Awaitable|Callable|Groups|Iterable|Iterator|Key|Mapping|Path|Sequence|State|TracerProvider)"),
     # Types of arguments that only asynckv's own tests give. A public name is found under both of its names.
     (r"py:class", r"asynckv\.(account|core|edges|embed|engine|geometry|observe|offload|ports|testing|tiers|told)\..*"),
 ]

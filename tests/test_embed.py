@@ -37,10 +37,25 @@ from asynckv import (
     RemoteProtocolError,
 )
 from asynckv.edges.nic.nixl import NixlPlane
-from asynckv.embed import Announce, Cancel, EngineDesk, EngineThread, Finished, Lend, Order, Pull, Reclaim, Withdraw
+from asynckv.embed import (
+    Announce,
+    Cancel,
+    EngineDesk,
+    EngineThread,
+    Finished,
+    Follow,
+    Lend,
+    Offer,
+    Order,
+    Pull,
+    Reclaim,
+    Withdraw,
+    WithdrawTicket,
+)
 from asynckv.engine import ending
 from tests.engines import BLOCKS, memory
 from tests.test_arguments import HOSTILE
+from tests.test_follows import TICKET, target_of
 from tests.ways import PATIENCE_S, WAYS, Held, Native, until
 
 pytestmark = pytest.mark.nixl
@@ -177,6 +192,23 @@ def test_what_is_lent_later_is_read_when_it_is_there(pair: Pair) -> None:
     pair.prefill.submit(Lend(params))
     pair.until(lambda p, d: d.finished_recving and p.finished_sending)
     assert pair.decode.blocks([5]) == pair.prefill.blocks([3])
+
+
+def test_what_is_followed_is_offered_when_it_is_lent_and_then_pulled(pair: Pair) -> None:
+    other, engine = f"{2:032x}", pair.prefill.way.engine
+    pair.decode.submit(Follow("d", target_of(engine)), Follow("e", target_of(engine, other)))
+    until(lambda: gauge(pair.prefill, "parked") == 2, pair.decode.way, pair.prefill.way)
+    params = pair.params("r", [3])
+    pair.prefill.submit(Lend(params, ticket=TICKET), WithdrawTicket(other))
+    pair.until(lambda p, d: d.offered and d.not_offered)
+    assert pair.decode.told.offered == [Offer("d", params)]
+    assert [(each.request_id, getattr(each.error, "reason", "")) for each in pair.decode.told.not_offered] == [
+        ("e", "withdrawn")
+    ]
+    pair.decode.submit(Announce("d", params), pull("d", [5], params))
+    pair.until(lambda p, d: d.finished_recving and p.finished_sending)
+    assert pair.decode.blocks([5]) == pair.prefill.blocks([3])
+    assert not pair.decode.told.refused
 
 
 def gauge(side: Side, name: str) -> int:
@@ -537,9 +569,11 @@ def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_
         pull("p", [2], params),
         Cancel("d", params),
         Cancel("c"),
-        Lend(params),
+        Lend(params, ticket=TICKET),
         Withdraw(params),
         Reclaim(1),
+        WithdrawTicket(TICKET),
+        Follow("f", target_of(pair.prefill.way.engine)),
     ):
         orders += [
             msgspec.structs.replace(good, **{name: value})
@@ -562,9 +596,13 @@ def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_
     assert {order.request_id for order in refused} <= {"p"}, "only one at a time can have an id"
     assert len(told.failed) + len(told.finished_recving) + len(refused) == len(pulls) + 1
     assert [id(r.order) for r in told.refused[: len(HOSTILE)]] == [id(value) for value in HOSTILE.values()]
+    follows = [order for order in orders if isinstance(order, Follow)]
+    unfollowed = [r.order for r in told.refused if isinstance(r.order, Follow)]
+    assert len(told.not_offered) + len(unfollowed) == len(follows)
+    assert {order.request_id for order in unfollowed} <= {"f"}
     lends = [r for r in told.refused if isinstance(r.order, Lend)]
     assert len(lends) == sum(isinstance(order, Lend) for order in orders), "these params are another engine's"
-    for error in [f.error for f in told.failed] + [r.error for r in told.refused]:
+    for error in [f.error for f in (*told.failed, *told.not_offered)] + [r.error for r in told.refused]:
         assert isinstance(error, AsyncKVError), error
         assert len(str(error)) < 2000
 

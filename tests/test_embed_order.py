@@ -3,24 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import threading
 import time
 from collections import deque
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from asynckv import Engine, EngineClosed, EngineConfig, PrefillRanks, PullConfig, WrongThread
-from asynckv.embed import Announce, Cancel, EngineDesk, Lend, Load, Pull, Store
+from asynckv import (
+    Engine,
+    EngineClosed,
+    EngineConfig,
+    LocalProtocolError,
+    PrefillRanks,
+    PullCancelled,
+    PullConfig,
+    RemoteProtocolError,
+    WrongThread,
+)
+from asynckv.embed import Announce, Cancel, EngineDesk, Follow, Lend, Load, Offer, Pull, Store, WithdrawTicket
 from asynckv.embed import desk as embed_desk
 from asynckv.engine import driver as driver_module
+from asynckv.errors import NoOffer
 from asynckv.testing import SimControl, SimData, SimNetwork
-from tests.engines import Bench, memory, news_of, until
+from tests.engines import Bench, Side, memory, news_of, until
 from tests.offloads import SIZE, chain, layout_of
 from tests.offloads import Rank as OffloadRank
+from tests.test_follows import TICKET, target_of
 
 
 @pytest.mark.nixl
@@ -301,6 +315,121 @@ def test_a_thread_that_holds_the_gil_ends_no_slice(monkeypatch: pytest.MonkeyPat
     finally:
         is_over.set()
         spinner.join()
+
+
+# -- tickets ---------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def followed(**options: Any) -> AsyncIterator[tuple[Side, Side, EngineDesk, dict[str, Any]]]:
+    """Start two engines, of which one follows a ticket as "d", and has asked the other."""
+    async with Bench(real=False).pair() as (prefill, decode, group):
+        desk = EngineDesk(decode.engine, **options)
+        desk.submit([Follow("d", target_of(prefill))])
+        desk.carry_out()
+        await until(lambda: prefill.engine._driver.core.prefill.parking.num_parked)
+        yield prefill, decode, desk, group.make_params("p", [(0, [1])], 16)
+
+
+@pytest.mark.anyio
+async def test_a_follow_that_was_cancelled_is_told_as_such_and_an_offer_that_crosses_it_as_late() -> None:
+    async with followed() as (prefill, _, desk, params):
+        lent = prefill.engine.lend(params, ticket=TICKET)
+        desk.submit([Cancel("d")])
+        desk.carry_out()
+        (told,) = (await news_of(desk)).not_offered
+        assert isinstance(told.error, NoOffer)
+        assert (told.request_id, told.error.reason, told.is_held) == ("d", "cancelled", False)
+        assert (await news_of(desk)).offered == [Offer("d", params, is_late=True)]
+        assert (await lent.wait_released()).cause == "released"
+        assert desk.untaken == []
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("by_cancel", [True, False])
+async def test_a_follow_that_goes_on_releases_what_it_is_offered_and_that_is_told(by_cancel: bool) -> None:
+    async with followed() as (prefill, _, desk, params):
+        desk.submit([Cancel("d", follows_on=True)])
+        desk.carry_out()
+        lent = prefill.engine.lend(params, ticket=TICKET)
+        if by_cancel:  # another rank was offered it first
+            desk.submit([Cancel("d", params)])
+            desk.carry_out()
+        told = await news_of(desk)
+        assert [getattr(each.error, "reason", "") for each in told.not_offered] == ["cancelled"]
+        assert (told.offered or (await news_of(desk)).offered) == [Offer("d", params, is_late=True)]
+        assert (await lent.wait_released()).cause == "released"
+        assert (desk.has_news, desk.untaken) == (False, [])
+
+
+@pytest.mark.anyio
+async def test_a_second_follow_is_refused_and_the_first_goes_on() -> None:
+    async with followed() as (prefill, _, desk, params):
+        wrong: Any = 7
+        orders = [
+            Follow("d", target_of(prefill)),
+            Follow("e", {}),
+            Follow(wrong, target_of(prefill)),
+            Follow("f", wrong),
+        ]
+        desk.submit(orders)
+        desk.carry_out()
+        told = desk.take_finished()
+        assert [(each.order, type(each.error)) for each in told.refused] == [(orders[0], LocalProtocolError)]
+        assert [(each.request_id, type(each.error)) for each in told.not_offered] == [
+            ("e", RemoteProtocolError),
+            (7, LocalProtocolError),
+            ("f", RemoteProtocolError),
+        ]
+        prefill.engine.lend(params, ticket=TICKET)
+        assert (await news_of(desk)).offered == [Offer("d", params)]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["withdrawn", "suspended", "abandoned", "bug", "not begun"])
+async def test_a_follow_without_an_offer_is_told_once_however_it_ends(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with followed() as (prefill, decode, desk, params):
+        expected: type[Exception] = NoOffer
+        if how == "withdrawn":
+            lender = EngineDesk(prefill.engine)
+            lender.submit([WithdrawTicket(TICKET), WithdrawTicket("short")])
+            assert [type(each.error) for each in (await news_of(lender)).refused] == [LocalProtocolError]
+        elif how == "suspended":
+            await decode.engine.suspend()
+        elif how == "abandoned":
+            expected = PullCancelled
+            desk._abandon(RuntimeError("the loop is gone"))
+        elif how == "bug":
+            expected = ZeroDivisionError
+            monkeypatch.setattr(decode.engine, "_offer_of", lambda following: 1 // 0)
+            prefill.engine.lend(params, ticket=TICKET)
+        else:
+            expected = EngineClosed
+            desk.submit([Cancel("d"), Follow("e", target_of(prefill))])
+            desk._refuse_all()
+        told = await news_of(desk)
+        assert [(each.request_id, type(each.error)) for each in told.not_offered] == [
+            ("e" if how == "not begun" else "d", expected)
+        ]
+        assert (told.offered, told.failed, told.retired) == ([], [], [])
+        assert TICKET not in repr(told)
+        assert how == "not begun" or not desk._flights
+        await desk.settle()
+        assert len(desk.take_finished().not_offered) == (how == "not begun")
+
+
+@pytest.mark.anyio
+async def test_a_follow_that_goes_on_leaves_a_store_of_its_request_alone() -> None:
+    rank = OffloadRank(layout_of(), timeout_s=2.0, held_s=60.0)
+    async with rank.engine:
+        await rank.offload.start()
+        desk, rank.copies.deferred = EngineDesk(rank.engine), True
+        desk.submit([Store(request_id="s", groups=[(0, [1])], hashes=chain("s", 1)), Cancel("s", follows_on=True)])
+        desk.carry_out()
+        rank.copies.finish()
+        assert [each.request_id for each in (await news_of(desk)).stored] == ["s"]
 
 
 class Raising:

@@ -368,3 +368,66 @@ async def test_a_task_that_is_cancelled_and_an_engine_that_is_closed_follow_no_m
         await decode.engine.suspend()
         with pytest.raises(NoOffer, match="engine was closed"):
             await again
+
+
+def test_a_follower_that_repeats_itself_stays_parked_beyond_the_time_of_one_message() -> None:
+    world, prefill, _, following = followed(lease=LeaseConfig(parked_s=3.0))
+    for _ in range(20):
+        world.live(0.5)
+        assert prefill.core.prefill.parking.num_parked == 1
+    assert prefill.core.outbox.counters["parked.expired"] == 0
+    world.lend(prefill, params_of(world, prefill), ticket=TICKET)
+    world.deliver_all()
+    assert following.params is not None, "it is offered at once, and not at its next repeat"
+
+
+def test_a_caller_that_needs_nothing_is_ended_and_the_offer_is_released() -> None:
+    world, prefill, decode, following = followed()
+    assert decode.core.cancel("d", world.time(decode), follows_on=True)
+    world.settle(decode)
+    assert (following.state, following.reason) == (FollowState.SPARED, Reason.CANCELLED)
+    again = world.follow(decode, "d", [prefill], OTHER)
+    world.run()
+    lease = world.lend(prefill, params_of(world, prefill), ticket=TICKET)
+    world.run()
+    assert (following.state, lease.state, again.is_open) == (FollowState.LATE, LeaseState.RELEASED, True)
+    assert decode.core.decode.follows.audit() == []
+    world.check()
+
+
+def test_a_late_offer_of_what_is_read_already_is_not_released() -> None:
+    world, prefill, decode, following = followed()
+    params = params_of(world, prefill)
+    lease = world.lend(prefill, params, ticket=TICKET)
+    world.announce(decode, "other name", params, 60)
+    world.cancel(decode, "d")
+    world.run()
+    assert following.state is FollowState.LATE
+    assert lease.state is LeaseState.LENT
+    pull = world.pull(decode, "other name", [1], params)
+    world.run()
+    assert pull.reason is Reason.COMPLETE
+
+
+def test_no_message_shows_a_ticket() -> None:
+    world, prefill, decode, _ = followed()
+    world.advance(3.0)
+    world.lend(prefill, params := params_of(world, prefill), ticket=TICKET)
+    world.cancel(decode, "d")
+    shown = "".join(repr(message) for kind in (Follow, Unfollow, Offered) for message in sent(world, kind))
+    assert shown.count("nonce") >= 3
+    assert not any(secret in shown for secret in (TICKET, params.key.token))
+
+
+@pytest.mark.anyio
+async def test_an_offer_that_its_caller_does_not_hear_of_is_released() -> None:
+    async with Bench(False).pair() as (prefill, decode, group):
+        task = await following_of(prefill, decode, group)
+        params = group.make_params("p", [(0, [1])], 16)
+        lent = prefill.engine.lend(params, ticket=TICKET)
+        follows = decode.engine._driver.core.decode.follows
+        await until(lambda: not follows.by_id)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (await lent.wait_released()).cause == "released"

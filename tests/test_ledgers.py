@@ -117,7 +117,7 @@ class DecodeRank:
     follows: dict[str, str] = field(default_factory=dict)
     """Tickets by name."""
     left: dict[str, str] = field(default_factory=dict)
-    """Names that have followed a ticket in vain, by ticket: an offer may come late."""
+    """Names that follow a ticket for their caller no more, by ticket: an offer may come late."""
     released: set[str] = field(default_factory=set)
 
     def do(self, order: Order, refuses: bool) -> None:
@@ -173,12 +173,10 @@ class DecodeRank:
             self.news.offered.append(Offer(name, params))
 
     def offer_late(self, ticket: str, params: dict[str, Any]) -> None:
-        """Offer what nothing follows any more; the rank releases it, unless it has a request of that name."""
+        """Offer what nothing follows any more, or only to release it; a rank that reads nothing of it does so."""
         name, key = self.left.pop(ticket), str(params["key"])
         if key not in self.released:
-            self.claims.add(key)
-            if name not in self.announced and name not in self.writes:
-                self.claims.discard(key)
+            if key not in self.announced.values() and key not in [self.keys[each] for each in self.writes]:
                 self.released.add(key)
             self.news.offered.append(Offer(name, params, is_late=True))
 
@@ -1205,7 +1203,7 @@ def test_requests_with_one_ticket_are_refused_together_and_the_ticket_may_be_fol
     ledger.update(0, Finished(not_offered=[no_offer("a")]))
     assert ledger.may_pull("a") is None
     ledger.update(0, Finished(offered=[Offer("a~2", new_params())]))
-    assert kinds(ledger.take_orders()) == [("Announce", "a")]
+    assert kinds(ledger.take_orders()) == [("Announce", "a"), ("Cancel", "a~2")]
 
 
 def test_a_follower_that_goes_takes_the_ticket_along_and_a_crossing_offer_is_released_once() -> None:
@@ -1238,13 +1236,15 @@ def test_a_cached_prompt_follows_on_and_releases_what_it_is_offered(is_offered: 
     ledger.cancel("a")
     ledger.announce("a", other := new_params())
     orders = ledger.take_orders()
-    assert kinds(orders) == [("Follow", "a")] * at_once + [("Cancel", "a"), ("Announce", "a~2")]
+    assert kinds(orders) == [("Follow", "a")] * at_once + [("Cancel", "a"), ("Announce", "a")]
     assert Cancel("a", follows_on=True) in orders
-    ledger.update(0, Finished(offered=[Offer("a", params)]) if is_offered else Finished(not_offered=[no_offer("a")]))
-    ledger.update(1, Finished(offered=[Offer("a", params)]) if is_offered else Finished(not_offered=[no_offer("a")]))
-    assert ledger.take_orders() == [Cancel("a", params if is_offered else None)]
-    ledger.release("a")
-    assert ledger.take_orders() == [Cancel("a~2", other)]
+    for rank in range(2):
+        told = [Offer("a", params, is_late=True)] if is_offered else []
+        ledger.update(rank, Finished(offered=told, not_offered=[no_offer("a", "cancelled")]))
+    assert list(ledger.take_orders()) == [Cancel("a~2", params)] * is_offered, "once more on all ranks, by a free name"
+    assert ledger.may_pull("a")
+    ledger.cancel("a")
+    assert ledger.take_orders() == [Cancel("a", other)]
     ledger.release("b")
     assert (len(ledger), ledger.has_orders) == (0, False)
 
@@ -1264,7 +1264,7 @@ def test_a_new_rank_follows_what_is_followed_and_while_none_lives_it_waits() -> 
     assert not ledger.take_orders()
     ledger.rank_joined(1)
     orders = ledger.take_orders()
-    assert kinds(orders) == [("Follow", "d"), ("Follow", "a"), ("Follow", "b"), ("Cancel", "b")]
+    assert kinds(orders) == [("Follow", "d"), ("Follow", "a")]
     ledger.rank_joined(0)
     refused = [Refused(order, LocalProtocolError("it follows already")) for order in ledger.take_orders()]
     ledger.update(1, Finished(refused=refused))
@@ -1284,7 +1284,7 @@ def test_an_offer_of_what_another_request_has_is_read_once(is_read: bool) -> Non
         ledger.take_orders()
     ledger.update(0, Finished(offered=[Offer("a", params)]))
     assert [ledger.may_pull(name) for name in "ab"] == ([False, False] if is_read else [None, None])
-    assert not ledger.has_orders
+    assert ledger.take_orders() == [Cancel("a")], "the ranks follow no more"
     assert [each.errors for each in map(ledger.get, "ab") if each] == [{}, {}]
     if not is_read:
         ledger.pull("x", [(0, [1])])

@@ -211,6 +211,16 @@ async def test_both_legs_leave_at_once_once_both_engines_have_said_so(path: str,
         assert (len(told(prefill)), len(decode.asked)) == (3, 3)
 
 
+async def test_what_was_read_before_the_prefill_leg_has_answered_is_not_given_back() -> None:
+    prefill, decode = Fake(offers()), Fake(ANSWERS, SAYS)
+    async with taught([prefill], [decode]) as client:
+        prefill.hears.clear()
+        assert (await client.ask())[0] == 200
+        prefill.hears.set()
+        assert (await client.ask())[0] == 200
+    assert (len(told(prefill)), given_back(prefill)) == (2, [])
+
+
 async def test_neighbours_that_share_tokens_and_several_answers_are_followed_too() -> None:
     prefill, decode = Fake(offers(num_token_shards=2)), Fake(ANSWERS)
     async with taught([prefill], [decode]) as client:

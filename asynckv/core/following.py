@@ -2,6 +2,7 @@
 
     MEETING -> FOLLOWING -> OFFERED
           \\________\\----> ENDED -> LATE
+                     \\--> SPARED ---/
 
 An offer begins nothing by itself: the embedder announces or pulls its params on all ranks.
 """
@@ -26,22 +27,25 @@ class FollowState(enum.StrEnum):
     MEETING = "meeting"
     FOLLOWING = "following"
     OFFERED = "offered"
+    SPARED = "spared"  # its caller needs nothing of it, and the rank follows on to release what it is offered
     ENDED = "ended"
-    LATE = "late"  # offered after it had ended
+    LATE = "late"  # offered after it had ended for its caller, and released
 
 
 class FollowEvent(enum.StrEnum):
     READY = "ready"  # its rank can be asked
     OFFER = "offer"
     KNOWN = "known"  # another rank was offered its params
+    SPARE = "spare"
     END = "end"
 
 
 S, E = FollowState, FollowEvent
 ON_EVENT: Mapping[FollowState, Mapping[FollowEvent, FollowState]] = {
-    S.MEETING: {E.READY: S.FOLLOWING, E.KNOWN: S.OFFERED, E.END: S.ENDED},
-    S.FOLLOWING: {E.READY: S.FOLLOWING, E.OFFER: S.OFFERED, E.KNOWN: S.OFFERED, E.END: S.ENDED},
+    S.MEETING: {E.READY: S.FOLLOWING, E.KNOWN: S.OFFERED, E.SPARE: S.SPARED, E.END: S.ENDED},
+    S.FOLLOWING: {E.READY: S.FOLLOWING, E.OFFER: S.OFFERED, E.KNOWN: S.OFFERED, E.SPARE: S.SPARED, E.END: S.ENDED},
     S.OFFERED: {},
+    S.SPARED: {E.READY: S.SPARED, E.OFFER: S.LATE, E.END: S.ENDED},
     S.ENDED: {E.OFFER: S.LATE},
     S.LATE: {},
 }
@@ -76,7 +80,7 @@ class Following:
 
     @property
     def is_open(self) -> bool:
-        return self.state in (S.MEETING, S.FOLLOWING)
+        return self.state in (S.MEETING, S.FOLLOWING, S.SPARED)
 
     @property
     def is_over(self) -> bool:

@@ -44,6 +44,7 @@ class Follows:
             raise LocalProtocolError(f"request {name[:200]!r} follows this ticket already; cancel it first")
         self.by_request[following.request_id] = self.by_id[following.follow_id] = following
         self._by_ticket[ticket] = following
+        self._left.pop(ticket, None)  # or a late offer to that one would release what this one is offered
         self._outbox.counters["follows.started"] += 1
         self._timers.wake(following, following.deadline)
         self._meet(following, now)
@@ -76,22 +77,31 @@ class Follows:
 
     def end(self, following: Following, reason: Reason, detail: str, now: float, *, tells: bool = True) -> None:
         """End a following without an offer, and tell its rank, which may still have it parked."""
+        is_told = following.state is S.SPARED
         following.receive(E.END)
-        following.reason, following.detail = reason, detail
-        self._outbox.counters[f"follows.{reason}"] += 1
         if following.nonces:
             remember(self._left, following.target.ticket, following, MAX_LEFT)
             if tells:
                 self._outbox.send(*following.rank.place, Unfollow(following.target.ticket, next(self._nonces)))
-        self._over(following, now)
+        self._forget(following, now)
+        if not is_told:
+            self._tell_end(following, reason, detail)
+
+    def spare(self, following: Following) -> None:
+        """End a following for its caller, but follow on, and release what is offered."""
+        following.receive(E.SPARE)
+        del self.by_request[following.request_id]
+        self._tell_end(following, Reason.CANCELLED, "what it is offered is released")
 
     def known(self, following: Following, params: KVTransferParams, now: float) -> None:
         """End a following with params that another rank was offered."""
         following.receive(E.KNOWN)
         following.params = params
+        self._outbox.counters["follows.offered"] += 1
         if following.nonces:
             self._outbox.send(*following.rank.place, Unfollow(following.target.ticket, next(self._nonces)))
-        self._over(following, now)
+        self._forget(following, now)
+        self._outbox.commands.append(FollowReached(following))
 
     def offered(self, offered: Offered, address: Address, sender: str, now: float) -> Following | None:
         """Take an answer of the process start `sender`. Return the following if it says that its rank is gone."""
@@ -122,13 +132,12 @@ class Follows:
                 self.end(following, Reason.WRONG_TARGET, str(exc), now)
             return
         following.receive(E.OFFER)
-        following.params = params
+        following.params, is_late = params, following.state is S.LATE
         if was_open:
-            self._outbox.counters["follows.offered"] += 1
-            self._over(following, now)
-        else:
-            self._outbox.counters["follows.late"] += 1
-            self._outbox.commands.append(FollowReached(following, is_late=True))
+            self._forget(following, now)
+        self._outbox.counters["follows.late" if is_late else "follows.offered"] += 1
+        self._outbox.commands.append(FollowReached(following, is_late))
+        if is_late:
             self.on_late(following, now)
 
     def tick(self, following: Following, now: float) -> None:
@@ -147,12 +156,13 @@ class Follows:
         asked = {name: peer.place for peer in self._peers.by_place.values() for name in peer.follows}
         wrong = [f"{name} is asked for, and not followed" for name in asked.keys() - self.by_id.keys()]
         for name, each in self.by_id.items():
-            is_known = self.by_request.get(each.request_id) is each is self._by_ticket.get(each.target.ticket)
+            is_named = each.state is S.SPARED or self.by_request.get(each.request_id) is each
+            is_known = is_named and self._by_ticket.get(each.target.ticket) is each
             if not (is_known and each.is_open and each.scheduled_at < math.inf and asked.get(name) == each.rank.place):
                 wrong.append(
                     f"request {each.request_id!r} is followed, but not in all tables, at its rank and by a timer"
                 )
-        if not len(self.by_id) == len(self.by_request) == len(self._by_ticket):
+        if len(self.by_id) != len(self._by_ticket) or len(self.by_id) < len(self.by_request):
             wrong.append("some requests or tickets are followed no more, and not forgotten")
         return wrong
 
@@ -166,9 +176,14 @@ class Follows:
         self._outbox.send(*following.rank.place, message)
         self._timers.wake(following, min(following.deadline, following.retry_at))
 
-    def _over(self, following: Following, now: float) -> None:
-        del self.by_request[following.request_id], self.by_id[following.follow_id]
-        del self._by_ticket[following.target.ticket]
+    def _tell_end(self, following: Following, reason: Reason, detail: str) -> None:
+        following.reason, following.detail = reason, detail
+        self._outbox.counters[f"follows.{reason}"] += 1
+        self._outbox.commands.append(FollowReached(following))
+
+    def _forget(self, following: Following, now: float) -> None:
+        if self.by_request.get(following.request_id) is following:
+            del self.by_request[following.request_id]
+        del self.by_id[following.follow_id], self._by_ticket[following.target.ticket]
         self._timers.forget(following)
         self._peers.detach(following.rank.place, following.follow_id, now)
-        self._outbox.commands.append(FollowReached(following))

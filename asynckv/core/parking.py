@@ -56,7 +56,7 @@ class Parking:
         proven: str,
         room: int = 1,
     ) -> bool:
-        """Park a message, and return False if there is no room for it. Repeats do not extend its time."""
+        """Park a message, and return False if there is no room for it. Only a follower's repeats extend its time."""
         place = (pull_id, sender, reply_to)
         waiting = self.by_key.get(key, {})
         known = waiting.get(place)
@@ -72,7 +72,7 @@ class Parking:
                 kept, room = known.message, known.room  # a claim after a newer one, or after the release, is late
             self._leave(known)
         if known is not None and type(kept) is type(known.message):
-            until = known.until
+            until = until if isinstance(kept, Follow) else known.until
         else:
             # A release gets its whole time even after a claim, because no reader repeats an acknowledged release.
             self._order.append((until, key, place))
@@ -113,9 +113,12 @@ class Parking:
             if not self._order or self._order[0][0] > now:
                 break
             _, key, place = self._order.popleft()
-            if (parked := self.by_key.get(key, {}).get(place)) is not None and parked.until <= now:
+            parked = self.by_key.get(key, {}).get(place)
+            if parked is not None and parked.until <= now:
                 self.drop(key, place)
                 dropped.append(parked)
+            elif parked is not None and isinstance(parked.message, Follow):
+                self._order.append((parked.until, key, place))
         self.next_at = self._order[0][0] if self._order else math.inf
         return dropped
 

@@ -144,9 +144,12 @@ class RankCore:
 
     def _release_late(self, following: Following, now: float) -> None:
         assert following.params is not None
+        if any(pull.params.key == following.params.key for pull in self.decode.pulls.values()):
+            return  # another rank was offered it, and this one reads it
         cohort_id = following.cohort.id if following.cohort.id != self.cohort.id else ""
         with suppress(AsyncKVError):
-            request = PullRequest(following.request_id, (), following.params, cohort_id)
+            # Under a name of its own, because the request's may be another's by now.
+            request = PullRequest(following.follow_id, (), following.params, cohort_id)
             self.let_go(request, Reason.DISCHARGED, now)
 
     def _cohort(self, cohort_id: str) -> Cohort:
@@ -353,12 +356,14 @@ class RankCore:
             )
         return common_prefix(request.hashes, params.hashes, params.hash_tokens, wanted)
 
-    def cancel(self, request_id: str, now: float) -> bool:
+    def cancel(self, request_id: str, now: float, *, follows_on: bool = False) -> bool:
         """Give up a request that is followed, announced, pulled, or between two attempts; return False if none is."""
         name = RequestId(request_id)
         request, pull = self.decode.between.get(name), self.decode.by_request.get(name)
         following = self.decode.follows.by_request.get(name)
-        if following is not None:
+        if following is not None and follows_on:
+            self.decode.follows.spare(following)
+        elif following is not None:
             self.decode.follows.end(following, Reason.CANCELLED, Reason.CANCELLED.value, now)
         if request is not None:
             request.stop(Reason.CANCELLED, is_last=True)

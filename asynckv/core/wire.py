@@ -300,6 +300,11 @@ class Unpack(Struct, frozen=True, array_like=True, tag=19, gc=False):
     nonce: Nonce
 
 
+def _without_secrets(self: Follow | Unfollow | Offered) -> str:
+    """Show a message in texts such as tracebacks, which must not reveal a ticket or the key in params."""
+    return f"{type(self).__name__}(nonce={self.nonce})"
+
+
 class Follow(Struct, frozen=True, array_like=True, tag=20, gc=False):
     """Ask to be told the params of the request that brings a ticket to the prefill engine, once it is lent.
 
@@ -310,12 +315,16 @@ class Follow(Struct, frozen=True, array_like=True, tag=20, gc=False):
     nonce: Nonce
     cohort: Cohort
 
+    __repr__ = _without_secrets
+
 
 class Unfollow(Struct, frozen=True, array_like=True, tag=21, gc=False):
     """Say that a follower wants no offer any more."""
 
     ticket: Ticket
     nonce: Nonce
+
+    __repr__ = _without_secrets
 
 
 class Offered(Struct, frozen=True, array_like=True, tag=22, gc=False):
@@ -327,6 +336,8 @@ class Offered(Struct, frozen=True, array_like=True, tag=22, gc=False):
     """Encoded `KVTransferParams`, or None. `decode_offer` checks its length first."""
     reason: Reason | None = None
     detail: Detail = ""
+
+    __repr__ = _without_secrets
 
     def __post_init__(self) -> None:
         if self.reason is not None:

@@ -20,7 +20,7 @@ from msgspec import to_builtins
 from msgspec.structs import asdict
 
 from asynckv.account.inspect import HeldBlocks
-from asynckv.arguments import flag, shown, text
+from asynckv.arguments import shown, text
 from asynckv.core.types import KVTransferParams
 from asynckv.embed.orders import (
     Announce,
@@ -240,12 +240,10 @@ class EngineDesk:
                 request_id = text("request_id", order.request_id)
                 self._tell("found", (request_id, self._offload().lookup(order.hashes, order.num_tokens)))
             case Cancel():
-                spares = flag("follows_on", given.pop("follows_on"))
-                for flight in self._flights.get((Follow, text("request_id", order.request_id)), ()):
-                    flight.is_awaited, flight.is_spared = False, spares
-                if not spares:
-                    engine.cancel(**given)
-                if engine._offload is not None:
+                for flight in self._flights.get((Follow, str(order.request_id)), ()):
+                    flight.is_awaited = False
+                engine.cancel(**given)
+                if engine._offload is not None and not order.follows_on:  # else its request goes on too
                     self._offload().cancel(order.request_id)
             case Lend(params):
                 name = params.get("request_id") if isinstance(params, Mapping) else getattr(params, "request_id", None)
@@ -317,10 +315,7 @@ class _Flight:
         self._desk, self.order, self._result_of = desk, order, result_of
         self.key = type(order), order.request_id if isinstance(order.request_id, str) else str(id(self))
         self.is_held = False  # True once it was reported in `failed`, and still holds blocks
-        self.is_awaited, self.is_spared = (
-            True,
-            False,
-        )  # of a follow: whether it was cancelled, or is to release its offer
+        self.is_awaited = True  # False of a follow that was cancelled, because no step may come any more
         self.bug: Exception | None = None  # an error that says nothing of blocks, which are held
 
     @property
@@ -354,9 +349,6 @@ class _Flight:
             kind, report = _of(order, "failed"), Failed(order.request_id, exc)
         if not self.is_held:
             self.leave()
-        if self.is_spared and isinstance(order, Follow) and isinstance(report, Offer):
-            with suppress(AsyncKVError):  # the engine ends, or the offer is that of another request
-                desk.engine.cancel(order.request_id, report.params, cohort_id=order.cohort_id)
         desk._tell(kind, report, self.is_awaited)
 
     def returned(self, job: Any, is_retired: bool) -> None:

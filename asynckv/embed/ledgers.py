@@ -112,7 +112,6 @@ class State(enum.Enum):
     ENDING = "ending"  # it was cancelled or has failed on a rank, but another rank has not reported the end of its pull
     HELD = "held"  # its pull has ended on every rank, but on some rank its blocks may still be written
     REFUSED = "refused"  # it is not offered, and the scheduler has not cancelled it
-    SPARED = "spared"  # it needs no lent KV, but follows on, to release what it is offered
     OVER = "over"
 
 
@@ -122,7 +121,7 @@ class Event(enum.Enum):
     OFFER = "offer"
     SHARE = "share"  # it is offered what another request reads, or has read
     REFUSE = "refuse"  # it is not offered
-    SPARE = "spare"
+    SPARE = "spare"  # it needs no lent KV, and the ranks release what they are offered
     PULL = "pull"
     CANCEL = "cancel"
     FAIL = "fail"  # its pull has failed on one rank, or the rank has died
@@ -133,7 +132,7 @@ class Event(enum.Enum):
 
 S, E = State, Event
 ON_EVENT: Mapping[State, Mapping[Event, State]] = {
-    S.FOLLOWING: {E.OFFER: S.QUEUED, E.SHARE: S.WAITING, E.REFUSE: S.REFUSED, E.SPARE: S.SPARED, E.CANCEL: S.OVER},
+    S.FOLLOWING: {E.OFFER: S.QUEUED, E.SHARE: S.WAITING, E.REFUSE: S.REFUSED, E.SPARE: S.OVER, E.CANCEL: S.OVER},
     S.QUEUED: {E.PULL: S.PULLING, E.CANCEL: S.OVER},
     S.WAITING: {E.REFUSE: S.REFUSED, E.CANCEL: S.OVER},
     S.PULLING: {E.COMPLETE: S.RECEIVED, E.FAIL: S.ENDING, E.CANCEL: S.ENDING},
@@ -141,13 +140,12 @@ ON_EVENT: Mapping[State, Mapping[Event, State]] = {
     S.ENDING: {E.FAIL: S.ENDING, E.CANCEL: S.ENDING, E.COMPLETE: S.HELD},
     S.HELD: {E.RETURN: S.OVER},
     S.REFUSED: {E.CANCEL: S.OVER},
-    S.SPARED: {E.OFFER: S.OVER, E.REFUSE: S.OVER},
     S.OVER: {},
 }
 """Events that each state takes, and the next state. Any other event raises before anything has changed."""
 
 WAITS = (S.FOLLOWING, S.WAITING)
-ENDS = (S.HELD, S.REFUSED, S.SPARED, S.OVER)  # no other request waits for one in these
+ENDS = (S.HELD, S.REFUSED, S.OVER)  # no other request waits for one in these
 
 
 @dataclass(slots=True, eq=False)
@@ -431,8 +429,6 @@ class DecodeLedger(_Ledger):
         if fetch is not None and fetch.state is State.FOLLOWING and not offer.is_late:
             self._take_offer(fetch, params)
             return
-        if fetch is not None and fetch.state is State.SPARED:
-            self._move(fetch, Event.OFFER)
         if self._followed.get(name) != key and key not in self._spent and key not in self._siblings:
             remember(self._spent, key, None, MAX_SPENT)
             # By a name that is free, because a rank takes a cancellation for the request that has the name.
@@ -473,10 +469,8 @@ class DecodeLedger(_Ledger):
         """Add a new rank in place of one that died, and announce the queued requests to it, or let it follow them."""
         self._missing.remove(self._joining(rank))
         for fetch in self._fetches.values():
-            if fetch.state in (S.FOLLOWING, S.SPARED, S.QUEUED) and fetch.announcement not in self._orders:
+            if fetch.state in (S.FOLLOWING, S.QUEUED) and fetch.announcement not in self._orders:
                 self._announce(fetch)  # the other ranks refuse to follow a second time
-                if fetch.state is S.SPARED:
-                    self._order(Cancel(fetch.name, follows_on=True))
 
     def take_outcome(self) -> Outcome:
         """Return the requests to act on since the last call."""
@@ -517,7 +511,8 @@ class DecodeLedger(_Ledger):
         for each in siblings:
             each.params, each.plain, each.keys = params, plain, keys
         # From here on it is called as if it had come with params: vLLM's workers report pulls by the scheduler's id.
-        del self._fetches[fetch.name]
+        followed_as = fetch.name
+        del self._fetches[followed_as]
         fetch.name = unused(fetch.request_id, self._fetches)
         self._fetches[fetch.name] = fetch
         if key in self._siblings or key in self._spent:
@@ -527,6 +522,8 @@ class DecodeLedger(_Ledger):
             self._siblings[key] = self._siblings[ticket] = siblings
             self._move(fetch, Event.OFFER)
             self._announce(fetch)
+        if fetch.state is State.WAITING or fetch.name != followed_as:
+            self._order(Cancel(followed_as))  # else a rank that is told of its params follows no more
 
     def _refuse(self, fetch: Fetch | None, rank: int, error: Exception) -> None:
         """End a follow that nothing has decided, also on the ranks that have reported nothing."""
@@ -576,7 +573,7 @@ class DecodeLedger(_Ledger):
             raise LocalProtocolError(
                 f"request {fetch.request_id[:200]!r} is {before.value}: {event.value} is not possible"
             )
-        if after is not State.SPARED:
+        if event is not Event.SPARE:
             self._orders.pop(fetch.announcement, None)
         fetch.state = after
         siblings = self._siblings.get(fetch.keys[0], [])

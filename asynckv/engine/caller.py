@@ -66,7 +66,10 @@ class Caller:
             if following.is_open:
                 await self._news.wait()
         except asyncio.CancelledError:
-            core.cancel(following.request_id, driver.clock.now())
+            if following.params is not None:  # nobody hears of the offer, which came just now
+                core.discharge(following.follow_id, following.params, following.cohort.id, driver.clock.now())
+            else:
+                core.cancel(following.request_id, driver.clock.now())
             driver.soon()
             raise
         return offer_of(following)

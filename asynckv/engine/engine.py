@@ -701,7 +701,12 @@ class Engine:
         return outcome(self._driver, request)
 
     def cancel(
-        self, request_id: str, params: KVTransferParams | Mapping[str, Any] | None = None, *, cohort_id: str = ""
+        self,
+        request_id: str,
+        params: KVTransferParams | Mapping[str, Any] | None = None,
+        *,
+        cohort_id: str = "",
+        follows_on: bool = False,
     ) -> bool:
         """Give up a request that is followed, announced, pulled or waiting for a retry; with `params` any other too.
 
@@ -718,6 +723,7 @@ class Engine:
             request_id: The decode side's id.
             params: Params of the request, from the prefill side.
             cohort_id: As for `pull`; for a request with params.
+            follows_on: True to release what a request that is followed is offered later, as for a full prefix hit.
 
         Returns:
             True if there was something to give up; always True with params.
@@ -739,7 +745,7 @@ class Engine:
             driver.core.discharge(request_id, wanted, cohort_id, self._clock.now())
             return True
         driver.soon()
-        return driver.core.cancel(request_id, self._clock.now())
+        return driver.core.cancel(request_id, self._clock.now(), follows_on=flag("follows_on", follows_on))
 
     async def returned(self, request_id: str) -> None:
         """Wait until no pull of a request can write any block. Return at once if nothing is held.

@@ -16,6 +16,7 @@ CASES = {
     "look": "cost of a second look, and what it finds",
     "router": "`asynckv proxy` compared with a plain proxy, CPU and bursts",
     "offload": "stores and loads, compared with raw copies of the same bytes",
+    "legs": "both legs of a request at once compared with one after the other, behind vLLM's API server",
     "vllm": "AsyncKVConnector compared with NixlConnector, inside vLLM",
     "vs_vllm": "asynckv compared with the classes of vLLM's NixlConnector, outside vLLM",
 }

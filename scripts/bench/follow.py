@@ -31,7 +31,7 @@ from scripts.bench.recall import PATIENCE_S, SIZES, TOKENS, setup
 from tests.lab.fleet import Fleet
 
 WAITING = (0, 1, 32, 1000)
-HEAD_START_S = 0.002
+HEAD_START_S = 0.01
 
 
 class Owner(Lender):
@@ -79,6 +79,7 @@ async def pulls(engine: Engine, owner: Any, group: PrefillRanks, rounds: int, re
             async def ended() -> float:
                 if not follows:
                     engine.announce(name, params)
+                    await asyncio.sleep(HEAD_START_S / 2)  # what is known to be not lent yet is not read too early
                 told = await engine.follow(name, follow) if follows else params
                 await engine.pull(name, groups, told, timeout_s=PATIENCE_S)
                 return time.perf_counter()

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
-from asynckv.core import attempts, lease, lifecycle, peer, pull
+from asynckv.core import attempts, following, lease, lifecycle, peer, pull
 from asynckv.errors import ConfigError
 from asynckv.offload import entry, job
 from scripts.draw import drawing
@@ -112,6 +112,7 @@ MACHINES = (
         "One request over its attempts, each of which is a pull. If the prefill ranks expect another attempt, OVER "
         "tells them that none follows.",
     ),
+    Machine("Follow", following, "One ticket that a decode rank follows. An offer begins nothing by itself."),
     Machine(
         "Engine",
         lifecycle,

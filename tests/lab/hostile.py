@@ -27,24 +27,29 @@ from typing import Any
 import msgspec
 
 from asynckv.account.inspect import Inspector
+from asynckv.core.following import Following
 from asynckv.core.pull import Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.source import Source
 from asynckv.core.types import Address, Cohort, Key, Outcome, Reason, ReplyTo
 from asynckv.core.wire import (
     MAJOR,
+    MAX_NONCE,
     MINOR,
     REFUSED,
     Ack,
     Claim,
+    Follow,
     Goodbye,
     Granted,
     Hello,
     Message,
     NotYet,
+    Offered,
     Refused,
     Release,
     Renew,
+    Unfollow,
     Unwelcome,
     decode_packet,
     encode_packet,
@@ -125,6 +130,8 @@ class Hostile:
                 if isinstance(message, Claim | Renew | Release):
                     for source, forged in self._forgeries(message, heard.sender):
                         self._send(source, forged)
+                elif isinstance(message, Follow):
+                    self._unfollow(message, heard.sender)
 
     def _forgeries(self, message: Claim | Renew | Release, source: str) -> Iterator[tuple[str, Message]]:
         rng, change = self.rng, msgspec.structs.replace
@@ -181,6 +188,17 @@ class Hostile:
         ]:
             self.world.violate(f"a forged {type(message).__name__} ended lease {missing[0]} of {self.process.name}")
 
+    def _unfollow(self, follow: Follow, source: str) -> None:
+        """Say in a follower's name, by a route of our own, that it follows no more."""
+        if (control := self._control) is not None:
+            self.world.counts["hostile.forged"] += 1
+            before = {*self.core.prefill.parking.by_key.get(follow.ticket, ())}
+            packet = encode_packet(source, self.core.identity.incarnation, [Unfollow(follow.ticket, MAX_NONCE)])
+            control.hear(ROUTE, packet)
+            left = {*self.core.prefill.parking.by_key.get(follow.ticket, ())}
+            if [place for place in before - left if place[2] != ROUTE]:
+                self.world.violate(f"a forged Unfollow made {self.process.name} forget a follower")
+
     def _flood(self) -> None:
         """A hundred hellos, and claims for what may be lent one day."""
         rng, identity = self.rng, self.core.identity
@@ -219,8 +237,10 @@ class Hostile:
     # -- to a reader -----------------------------------------------------------------------------------
 
     def _lie(self) -> None:
-        """Answer a reader in the name of a rank that it reads from."""
+        """Answer a reader in the name of a rank that it reads from, or follows."""
         core, rng = self.core, self.rng
+        if core.decode.follows.by_id:
+            self._mislead(rng.choice(list(core.decode.follows.by_id.values())))
         open_sources = [(p, source) for p in core.decode.pulls.values() for source in p.sources]
         if (control := self._control) is None or not open_sources:
             return
@@ -255,6 +275,26 @@ class Hostile:
             control.hear(address, encode_packet(sender, core.identity.incarnation, [lie]))
             if _beliefs(pull, source) != before:
                 self.world.violate(f"a forged {type(lie).__name__} changed what {self.process.name} believes: {lie}")
+
+    def _mislead(self, following: Following) -> None:
+        """Answer a follower in the name of the rank that it follows."""
+        if (control := self._control) is None:
+            return
+        ticket, nonce, (at, start) = following.target.ticket, self.rng.getrandbits(48) + 1, following.rank.place
+        known, other = next(iter(following.nonces), nonce), f"{self.rng.getrandbits(128):032x}"
+        lies: list[tuple[Address, str, Message]] = [
+            (at, start, Offered(ticket, nonce, reason=Reason.WITHDRAWN)),
+            (at, start, Offered(ticket, nonce, reason=Reason.RESTARTED)),
+            (at, start, Offered(other, known, reason=Reason.WITHDRAWN)),
+            (at, other, Offered(ticket, known, reason=Reason.CONSUMED)),
+            (NOWHERE, start, Offered(ticket, known, reason=Reason.WITHDRAWN)),
+        ]
+        for address, sender, lie in lies:
+            self.world.counts["hostile.misled"] += 1
+            before = following.state, following.reason
+            control.hear(address, encode_packet(sender, self.core.identity.incarnation, [lie]))
+            if (following.state, following.reason) != before:
+                self.world.violate(f"a forged Offered changed what {self.process.name} follows")
 
 
 def _leases(core: RankCore) -> dict[str, tuple[dict[str, frozenset[Any]], frozenset[str], dict[str, float]]]:

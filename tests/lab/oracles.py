@@ -118,6 +118,17 @@ class _Envelope(msgspec.Struct, array_like=True, frozen=True):
 
 
 _envelope = msgspec.msgpack.Decoder(_Envelope)
+
+
+def is_about(packet: bytes, tags: set[str | int | None]) -> bool:
+    """Whether a packet has a message with one of these tags."""
+    try:
+        # An array of less than 16 fields is one byte, then the tag.
+        return any(memoryview(raw)[1] in tags for raw in _envelope.decode(packet).messages)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return False
+
+
 _Watched = Hello | Claim | Renew | Granted | NotYet | Refused | Release
 _TAGS = {kind.__struct_config__.tag for kind in (Hello, Claim, Renew, Granted, NotYet, Refused, Release)}
 

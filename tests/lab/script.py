@@ -54,6 +54,9 @@ SHORT_LOSS_S = 1.3
 LENT, ABORTED, WITHDRAWN = "lent", "aborted", "withdrawn"
 """Fates of a request after its params have left: lent, never lent without a word, or withdrawn."""
 
+DROPPED = "dropped"
+"""Fate of a request that is followed: it ends before it has params, and its ticket is withdrawn."""
+
 SOON, MOVING, LANDED = "", "while its bytes move", "when a rank's last byte has landed"
 """Moments of a recall or a scribble: a time, or the first such moment of any reader after that time."""
 
@@ -90,6 +93,39 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class Legs:
+    """How a router sends both legs of a request at once, so that its decode engines follow it.
+
+    Attributes:
+        ticket: Number of the ticket that both legs bear. Requests with the same number have the same ticket.
+        compute_s: Seconds that the prefill engine computes.
+        late_s: Seconds by which the decode leg comes later than the prefill leg, about.
+        waits_s: Seconds for which the decode engine has no blocks, once the request is offered.
+        again_s: Seconds after which each decode engine gets another request with this ticket; none if negative.
+        cached_s: Seconds after which the decode engine finds the whole prompt in its cache; never if negative.
+        strangers: Decode engines that follow the ticket as well, and are no readers.
+        astray: Prefill engine that is followed instead of the one that computes, or -1.
+        is_stale: What is followed is an earlier identity of the prefill engine, if it had any.
+        is_lost: The prefill leg never arrives.
+    """
+
+    ticket: int
+    compute_s: float
+    late_s: float = 0.0
+    waits_s: float = 0.0
+    again_s: float = -1.0
+    cached_s: float = -1.0
+    strangers: tuple[int, ...] = ()
+    astray: int = -1
+    is_stale: bool = False
+    is_lost: bool = False
+
+    def __str__(self) -> str:
+        more = [f"{name} {value}" for name in self.__slots__[1:] if (value := getattr(self, name)) not in (0, -1, ())]
+        return f"followed by ticket {self.ticket} ({', '.join(more)})"
+
+
+@dataclass(frozen=True, slots=True)
 class Ask:
     """One request of the service.
 
@@ -120,11 +156,13 @@ class Ask:
     lend_s: float = 0.0
     """Seconds by which it is lent, or aborted, later than usual."""
     fate: str = LENT
-    """`LENT`, `ABORTED` or `WITHDRAWN`."""
+    """`LENT`, `ABORTED`, `WITHDRAWN`, or `DROPPED` if it is followed."""
     discharged: str = ""
     """`NEVER_PULLED` or `AFTER_FAILURE` if readers discharge it, then or then; and nothing else of theirs follows."""
     recall: bool = False
     """Its owner may take it back at once."""
+    legs: Legs | None = None
+    """None: its params go through the router."""
 
     @property
     def _readers(self) -> str:
@@ -140,7 +178,7 @@ class Ask:
             f"{f', priority {self.priority}' if self.priority else ''}"
             f"{f', retried {self.retries} times by the engine' if self.is_engine_retry else ''}"
             f"{f', {self.discharged}' if self.discharged else ''}"
-            f"{', may be recalled' if self.recall else ''}"
+            f"{', may be recalled' if self.recall else ''}{f', {self.legs}' if self.legs else ''}"
             f"{f', {self.fate}' if self.fate != LENT else ''}{f', {self.lend_s:.2f} s late' if self.lend_s else ''}"
         )
 

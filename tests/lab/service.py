@@ -30,6 +30,7 @@ from asynckv.engine import Engine
 from asynckv.errors import AsyncKVError, BlocksRetired, EngineClosed, LocalProtocolError, PullError
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Group, Layout, Memory, TokenShard, attention_view, shard
+from asynckv.results import LeaseEnd
 from asynckv.scheduler import PrefillRanks
 from asynckv.testing.fabric import Transfer
 from tests.lab.doors import Doors
@@ -102,6 +103,7 @@ PULL = PullConfig(
     backoff_s=0.2,
     max_backoff_s=1.0,
     idle_s=8.0,
+    follow_s=5.0,
     max_post_bytes=128,
     max_post_descriptors=8,
     window_bytes=512,
@@ -111,6 +113,11 @@ PULL = PullConfig(
 
 
 Words = npt.NDArray[np.uint16]
+
+
+def number_of(request_id: str) -> int:
+    """Return the number of a request, given its id in a decode engine: what follows a tilde tells attempts apart."""
+    return int(request_id[1:].partition("~")[0])
 
 
 @lru_cache(maxsize=4096)
@@ -151,14 +158,14 @@ def _layout(script: Script, role: str, rank: int, layers: Sequence[int], base: i
 
 
 @dataclass(slots=True, eq=False)
-class _Lent:
+class Lent:
     """One request on one prefill rank's memory, as the prefill engine's allocator sees it."""
 
     ask: Ask
     blocks: list[int]
     contents: list[int]
     params: dict[str, Any]
-    engine: _Prefill
+    engine: Prefill
     open: set[str] = field(default_factory=set)
     """Ranks that have not given it back."""
     lent_from: float = math.inf
@@ -292,7 +299,7 @@ class Stage:
         return most
 
 
-class _Rank(StagedRank):
+class Rank(StagedRank):
     """One rank of an engine."""
 
     def __init__(self, service: Service, role: str, engine: int, rank: int) -> None:
@@ -381,6 +388,7 @@ class _Rank(StagedRank):
         self.owners[int(transfer.transfer_id)] = {b: self.owner[b] for b in blocks}
         posted = self.engine._driver.core.decode.transfers
         mine = posted[transfer.transfer_id].pull
+        self.service.reads(self, mine.request_id, mine.params.key)
         self.reads[int(transfer.transfer_id)] = posted[transfer.transfer_id].source.rank.place[1], mine.pull_id
         owner = transfer.owner.host.split("#")[0]
         if self.service.script.looks is not None:
@@ -452,12 +460,12 @@ class _Rank(StagedRank):
         self.service.wire.landed(self.process, *self.reads[int(transfer.transfer_id)])
 
 
-class _Prefill:
+class Prefill:
     """A prefill engine: its ranks, its scheduler and its allocator."""
 
     def __init__(self, service: Service, number: int) -> None:
         self.service, self.number = service, number
-        self.ranks = [_Rank(service, "prefill", number, r) for r in range(service.script.prefill)]
+        self.ranks = [Rank(service, "prefill", number, r) for r in range(service.script.prefill)]
         self.groups: list[PrefillRanks] = []
         """One per scheduler."""
         self.memory_epoch = 0
@@ -479,7 +487,7 @@ class _Prefill:
                 lease=LEASE,
                 memory_epoch=self.memory_epoch,
                 num_token_shards=self.service.script.shards["prefill"][0],
-                token_hex=self.service.world.token(*names, *([i] if i else [])),
+                token_hex=self.service.world.token(*names, *([f"scheduler {i}"] if i else [])),
             )
             for i in range(self.service.script.schedulers)
         ]
@@ -505,22 +513,22 @@ class Service(Stage):
         # Each lease says a third of a grant, or of itself if that is shorter.
         self.wire = wire = Wire(self.world, PULL, LEASE.grant_s / 3, not any(f.kind == "forget" for f in script.faults))
         self.world.on_sent, self.world.on_delivered, self.world.on_heard = wire.sent, wire.delivered, wire.heard
-        self.prefill = [_Prefill(self, e) for e in range(script.prefill_engines)]
+        self.prefill = [Prefill(self, e) for e in range(script.prefill_engines)]
         self.decode = [
-            [_Rank(self, "decode", e, r) for r in range(len(names))] for e, names in enumerate(script.decode_names)
+            [Rank(self, "decode", e, r) for r in range(len(names))] for e, names in enumerate(script.decode_names)
         ]
         self.ranks = {r.name: r for e in (*(p.ranks for p in self.prefill), *self.decode) for r in e}
         self.spared = script.spared
         self.is_heard = not script.mishaps and {f.kind for f in script.faults} <= HEARD
         """No process falls silent."""
         self.is_counted = not script.mishaps and {f.kind for f in script.faults} <= COUNTED
-        self.lent: dict[int, _Lent] = {}
-        self.lent_ever: list[_Lent] = []
+        self.lent: dict[int, Lent] = {}
+        self.lent_ever: list[Lent] = []
         self.num_contents = 0
         self.tasks: dict[int, list[tuple[Attempt, asyncio.Task[None]]]] = {}
         self.attempts: list[Attempt] = []
-        self.leases: list[tuple[_Rank, Process, Any]] = []
-        self.recalled: set[tuple[Process, _Lent]] = set()
+        self.leases: list[tuple[Rank, Process, Any]] = []
+        self.recalled: set[tuple[Process, Lent]] = set()
         self._armed: list[Fault] = []
         """Recalls and scribbles that wait for their moment."""
         self.scribbled: dict[tuple[int, ...], set[int]] = {}
@@ -613,39 +621,39 @@ class Service(Stage):
                 if (rank := self.ranks.get(name)) is not None:
                     meet(rank, fault)
 
-    def _meet_crash(self, rank: _Rank, fault: Fault) -> None:
+    def _meet_crash(self, rank: Rank, fault: Fault) -> None:
         self._crash(rank, fault.seconds)
 
-    def _meet_close(self, rank: _Rank, fault: Fault) -> None:
+    def _meet_close(self, rank: Rank, fault: Fault) -> None:
         # A rank without the time to keep every promise cuts them short, and is dead at once.
         self._close(rank, timeout_s=fault.seconds * 0.3 if fault.p < HASTY else None)
 
-    def _meet_freeze(self, rank: _Rank, fault: Fault) -> None:
+    def _meet_freeze(self, rank: Rank, fault: Fault) -> None:
         rank.process.freeze(min(fault.seconds, self.script.seconds - self.world.now))
 
-    def _meet_pause(self, rank: _Rank, fault: Fault) -> None:
+    def _meet_pause(self, rank: Rank, fault: Fault) -> None:
         # Ranks that share tokens hear from more readers, and each message is several calls that may take long.
         rank.process.pauses = fault.p / self.script.shards["prefill"][0]
         self.world.at(self.world.now + fault.seconds, partial(setattr, rank.process, "pauses", 0.0))
 
-    def _meet_hostile(self, rank: _Rank, fault: Fault) -> None:
+    def _meet_hostile(self, rank: Rank, fault: Fault) -> None:
         if not rank.process.is_dead and rank.engine._home.is_settled:
             rng = self.world.random_of("hostile", rank.name, self.world.now)
             attack = Hostile(self.world, rank.process, f"sim://{rank.name}", rank.engine._driver.core, rng)
             attack.begin(min(fault.seconds, self.script.seconds - self.world.now))
 
-    def _meet_drain(self, rank: _Rank, fault: Fault) -> None:
+    def _meet_drain(self, rank: Rank, fault: Fault) -> None:
         self._close(rank, fault.seconds)
 
-    def _meet_sleep(self, rank: _Rank, fault: Fault) -> None:
+    def _meet_sleep(self, rank: Rank, fault: Fault) -> None:
         self._sleep(rank, fault.seconds)
 
-    def _meet_agent(self, rank: _Rank, fault: Fault) -> None:
+    def _meet_agent(self, rank: Rank, fault: Fault) -> None:
         if not rank.process.is_dead:
             lose = partial(self._lose_agent, rank, rank.data)
             rank.process.call_at(self.world.now, partial(lose, min(fault.seconds, 2.0)))
 
-    def _lose_agent(self, rank: _Rank, data: WorldData, down_s: float) -> None:
+    def _lose_agent(self, rank: Rank, data: WorldData, down_s: float) -> None:
         data.lose_agent(down_s)
         for other in self.ranks.values():
             if other is not rank and not other.process.is_dead:
@@ -667,7 +675,7 @@ class Service(Stage):
             if not process.is_dead and str(lease.ask) in fault.who and not lease.ended:
                 process.call_at(self.world.now, self._to_the_brink, owner, process, lease)
 
-    def _to_the_brink(self, owner: _Rank, process: Process, lease: _Lease) -> None:
+    def _to_the_brink(self, owner: Rank, process: Process, lease: Lease) -> None:
         """Revoke a lease; let its reads end as its grants run out, and old messages arrive once more before."""
         rng, grants = self.world.random_of("brink", owner.name, lease.ask), [*lease.handle._lease.grants.values()]
         lease.revoke()
@@ -704,9 +712,9 @@ class Service(Stage):
     def met(self, when: str, request_id: str, process: Process) -> None:
         """Let what waits for such a moment of a request's reader happen, a little after it."""
         if self.script.goes_on and self.world.now <= self._seconds:
-            self._go_on(int(request_id[1:]), process)
+            self._go_on(number_of(request_id), process)
         for fault in self._armed if self.world.now <= self._seconds else ():
-            if fault.when == when and int(request_id[1:]) % AGAIN == int(fault.who[0]):
+            if fault.when == when and number_of(request_id) % AGAIN == int(fault.who[0]):
                 self._armed.remove(fault)
                 rng = self.world.random_of("recall", fault, process.now)
                 usual_s = 2e-3 * self.script.data if when == MOVING else 5e-4 * self.script.wire
@@ -714,6 +722,9 @@ class Service(Stage):
                     usual_s = 1e-3 * self.script.data * rng.random()
                 self.world.at(process.now + rng.random() * usual_s, partial(self._act, fault))
                 return
+
+    def reads(self, rank: Rank, request_id: str, key: Key) -> None:
+        """A rank posts a read."""
 
     def _scribble(self, fault: Fault) -> None:
         """Let a rank write into blocks of a request that it has lent."""
@@ -741,7 +752,7 @@ class Service(Stage):
             return
         rng = self.world.random_of("goes on", number, reader.now)
 
-        def write(rank: _Rank, process: Process) -> None:
+        def write(rank: Rank, process: Process) -> None:
             if rank.name in lent.open and rank.process is process:
                 for place, token in enumerate(rank.tokens):
                     if token >= lent.ask.tokens % BLOCK:
@@ -764,7 +775,7 @@ class Service(Stage):
                 if not rank.process.is_dead:
                     rank.process.call_at(self.world.now + late_s, self._recall, rank, rank.process, lent)
 
-    def _recall(self, rank: _Rank, process: Process, lent: _Lent) -> None:
+    def _recall(self, rank: Rank, process: Process, lent: Lent) -> None:
         """Take a request back from a rank, and have its blocks overwritten before anything else happens."""
         if process in self.hasty:
             return  # its memory stays what it is until it dies
@@ -795,7 +806,7 @@ class Service(Stage):
         kept = named.union(*(x.blocks for x in waiting))
         self.world.at(process.now, partial(self._taken_back, rank, process, lent, kept))
 
-    def _count_recall(self, rank: _Rank, lent: _Lent, leases: Sequence[_Lease]) -> None:
+    def _count_recall(self, rank: Rank, lent: Lent, leases: Sequence[Lease]) -> None:
         """Note what a recall meets."""
         met = {"before" if not leases else "after" if leases[0].handle.is_over else "lent"}
         for reader in (r for e in lent.ask.engines for r in self.decode[e]):
@@ -811,7 +822,7 @@ class Service(Stage):
                         met.add("proven" if source.proven else "landed")
         self.outcomes.update(f"recall.{what}" for what in met)
 
-    def _taken_back(self, rank: _Rank, process: Process, lent: _Lent, kept: Set[int]) -> None:
+    def _taken_back(self, rank: Rank, process: Process, lent: Lent, kept: Set[int]) -> None:
         """A rank has recalled a request: its blocks are the engine's again, but for those that others hold."""
         if rank.name not in lent.open or rank.process is not process:
             return
@@ -825,11 +836,11 @@ class Service(Stage):
         deaths = (f for f in self.script.faults if f.kind in ("agent", "crash", "close"))
         return not (self.script.mishaps or any(f.at < until and f.at + 5.0 > self.world.now for f in deaths))
 
-    def _crash(self, rank: _Rank, down_s: float) -> None:
+    def _crash(self, rank: Rank, down_s: float) -> None:
         self._kill(rank)
         self.world.at(self.world.now + down_s, lambda: self._restart(rank))
 
-    def _kill(self, rank: _Rank) -> None:
+    def _kill(self, rank: Rank) -> None:
         process, data = rank.process, rank.data
         if process.is_dead:
             return
@@ -842,14 +853,14 @@ class Service(Stage):
             for lent in list(self.lent.values()):
                 self._given_back(rank, lent)
 
-    def _restart(self, rank: _Rank) -> None:
+    def _restart(self, rank: Rank) -> None:
         if rank.process.is_dead:
             rank.start()
             if rank.role == "prefill":
                 # Once it listens, its scheduler hands out its new address book.
                 self.world.at(self.world.now + 1e-3, self.prefill[rank.engine_number].new_group)
 
-    def _close(self, rank: _Rank, drain_s: float = 0.0, timeout_s: float | None = None) -> None:
+    def _close(self, rank: Rank, drain_s: float = 0.0, timeout_s: float | None = None) -> None:
         process, engine = rank.process, rank.engine
         if process.is_dead or rank.is_moving:
             return
@@ -877,7 +888,7 @@ class Service(Stage):
 
         process.spawn(close)
 
-    async def _drain(self, rank: _Rank, seconds: float) -> None:
+    async def _drain(self, rank: Rank, seconds: float) -> None:
         """Nothing new is lent, nothing is cut short, and what is left at the deadline is named."""
         clock, rank.is_draining = Stopwatch.start(rank.process), True
         self.world.note(rank.name, "drains")
@@ -894,7 +905,7 @@ class Service(Stage):
             self.world.violate(f"{rank.name} has drained and does not name {held or 'who is left'}")
         self.world.note(rank.name, "drained", [f"{s.request_id} {s.reason}" for s in stragglers])
 
-    def _sleep(self, rank: _Rank, seconds: float) -> None:
+    def _sleep(self, rank: Rank, seconds: float) -> None:
         process, engine = rank.process, rank.engine
         if process.is_dead or rank.is_moving or not engine._home.is_settled:
             return
@@ -906,7 +917,7 @@ class Service(Stage):
 
         rank.sleep(seconds, partial(self._change, rank), resumed)
 
-    def _change(self, rank: _Rank, process: Process, is_asleep: bool) -> None:
+    def _change(self, rank: Rank, process: Process, is_asleep: bool) -> None:
         """The memory belongs to another owner while the engine sleeps."""
         if rank.process is not process or process.is_dead:
             return
@@ -920,14 +931,14 @@ class Service(Stage):
                 if other is not rank and not other.process.is_dead:
                     other.data.lose(rank.data)
 
-    def _closed(self, rank: _Rank, process: Process, cut: Set[str] = frozenset()) -> None:
+    def _closed(self, rank: Rank, process: Process, cut: Set[str] = frozenset()) -> None:
         """An engine that has closed has kept its promises, but for those that it says were cut short."""
         for owner, holder_process, lease in self.leases:
             is_cut = lease.lent.params["request_id"] in cut
             if owner is rank and holder_process is process and lease.ended in ("", "closed") and not is_cut:
                 self._check_belief(rank, lease.lent)
 
-    def _check_belief(self, rank: _Rank, lent: _Lent) -> None:
+    def _check_belief(self, rank: Rank, lent: Lent) -> None:
         readers = [
             (r.process, r.engine._driver.core)
             for e in self.decode
@@ -942,7 +953,7 @@ class Service(Stage):
         if wrong := wrong or self.wire.freed(key.token, incarnation, now):
             self.world.violate(f"request {lent.ask.number} was given back on {rank.name}, but {wrong}")
 
-    def _meet_forget(self, rank: _Rank, fault: Fault) -> None:
+    def _meet_forget(self, rank: Rank, fault: Fault) -> None:
         for other in self.ranks.values():
             if other is not rank and not other.process.is_dead:
                 engine, address = other.engine, f"sim://{rank.name}"
@@ -953,7 +964,7 @@ class Service(Stage):
 
                 other.process.call_at(self.world.now, forget)
 
-    def _meet_garbage(self, rank: _Rank, fault: Fault) -> None:
+    def _meet_garbage(self, rank: Rank, fault: Fault) -> None:
         rng = self.world.random_of("garbage", rank.name, self.world.now)
         seen = [d for _, _, what, d in self.world.trace if isinstance(d, bytes)]
         packets = [rng.randbytes(rng.randint(1, 40))]
@@ -1001,6 +1012,7 @@ class Service(Stage):
                 world.at(world.now + 0.5, lambda: self._ask(ask, patience - 1, wanted))
             else:
                 self.outcomes["asks.given_up"] += 1
+                self._given_up(ask)
             return
         fresh = [block for block in wanted if block in engine.free][: count - len(common)]
         engine.free = [block for block in engine.free if block not in fresh]
@@ -1013,7 +1025,20 @@ class Service(Stage):
         blocks = common + fresh
         for block in blocks:
             engine.uses[block] += 1
-        params = engine.groups[ask.number % len(engine.groups)].make_params(
+        params = self._make_params(engine, ask, blocks)
+        lent = self.lent[ask.number] = Lent(ask, blocks, [engine.content[b] for b in blocks], params, engine)
+        self.lent_ever.append(lent)
+        self.outcomes["asks"] += 1
+        for endpoint in engine.groups[ask.number % len(engine.groups)].endpoints if ask.recall else ():
+            self.wire.may_recall(endpoint.incarnation, lent.key.token)
+        self.mishaps.asked(ask.number, params)
+        self._hand_out(lent, world.now + ask.lend_s + (self.rng.random() ** 2 * 1.0 if ask.ahead else 0.0))
+
+    def _given_up(self, ask: Ask) -> None:
+        """A request never got blocks in its prefill engine."""
+
+    def _make_params(self, engine: Prefill, ask: Ask, blocks: Sequence[int]) -> dict[str, Any]:
+        return engine.groups[ask.number % len(engine.groups)].make_params(
             f"P:{ask.number},\n",
             [(0, blocks)],
             ask.tokens,
@@ -1021,15 +1046,11 @@ class Service(Stage):
             lease_s=ask.lease_s,
             recall=ask.recall,
         )
-        lent = self.lent[ask.number] = _Lent(ask, blocks, [engine.content[b] for b in blocks], params, engine)
-        self.lent_ever.append(lent)
-        self.outcomes["asks"] += 1
-        for endpoint in engine.groups[ask.number % len(engine.groups)].endpoints if ask.recall else ():
-            self.wire.may_recall(endpoint.incarnation, lent.key.token)
-        self.mishaps.asked(ask.number, params)
-        now = world.now
-        written_at = now + ask.lend_s + (self.rng.random() ** 2 * 1.0 if ask.ahead else 0.0)
-        for rank in engine.ranks:
+
+    def _hand_out(self, lent: Lent, written_at: float) -> None:
+        """Let each rank lend a request when it is written, and its readers have the params."""
+        ask, now = lent.ask, self.world.now
+        for rank in lent.engine.ranks:
             if rank.process.is_dead:
                 continue
             lent.open.add(rank.name)
@@ -1055,19 +1076,19 @@ class Service(Stage):
                 self.addressed[ask.number, reader.name] = reader.process, at
                 reader.process.call_at(at, self._read, reader, lent, ask.retries)
 
-    def _write(self, rank: _Rank, lent: _Lent) -> None:
+    def _write(self, rank: Rank, lent: Lent) -> None:
         if rank.name in lent.open:  # else it was recalled before
             # A process may be ahead of the world: what it does to memory is seen when the world is there.
             self.world.at(rank.process.now, partial(self._fill, rank, rank.words, lent))
 
-    def _fill(self, rank: _Rank, words: Words, lent: _Lent) -> None:
+    def _fill(self, rank: Rank, words: Words, lent: Lent) -> None:
         for block, content in zip(lent.blocks, lent.contents, strict=True):
             for i, layer in enumerate(rank.layers):
                 for head in range(*rank.held):
                     for place, token in enumerate(rank.tokens):
                         words[block, i, head - rank.held[0], :, place] = _value(content, head, layer, token)
 
-    def _abort(self, rank: _Rank, lent: _Lent) -> None:
+    def _abort(self, rank: Rank, lent: Lent) -> None:
         """The request is never lent: its blocks belong to another request from now on."""
         if lent.ask.fate == WITHDRAWN:
             with suppress(EngineClosed):
@@ -1078,20 +1099,20 @@ class Service(Stage):
         self.outcomes[f"asks.{lent.ask.fate}"] += 1
         self.world.at(rank.process.now, partial(self._given_back, rank, lent))
 
-    def _tighten(self, rank: _Rank) -> None:
+    def _tighten(self, rank: Rank) -> None:
         """Let a rank remember little of what has been."""
         memory, core = self.script.memory, rank.engine._driver.core
         if memory and core.prefill.max_ended != memory:
             core.prefill.max_ended, core.prefill.spent = memory, SpentKeys(memory)
 
-    def _spent(self, rank: _Rank, lent: _Lent) -> None:
+    def _spent(self, rank: Rank, lent: Lent) -> None:
         key = lent.key
         if key.memory_epoch >= rank.engine.memory_epoch:
             self.wire.spent(rank.process, rank.engine.incarnation, key.token)
         if self.script.memory and rank.engine._driver.core.prefill.spent.num_gaps > self.script.memory:
             self.world.violate(f"{rank.name} remembers {rank.engine._driver.core.prefill.spent.num_gaps} gaps")
 
-    def _lend_again(self, rank: _Rank, lent: _Lent) -> None:
+    def _lend_again(self, rank: Rank, lent: Lent) -> None:
         """A confused scheduler: what was lent or withdrawn may not be lent once more."""
         if self.rng.random() < 0.5:
             return
@@ -1102,12 +1123,13 @@ class Service(Stage):
         else:
             self.world.violate(f"request {lent.ask.number} was lent again on {rank.name}")
 
-    def _lend(self, rank: _Rank, lent: _Lent) -> None:
+    def _lend(self, rank: Rank, lent: Lent, **options: str) -> Exception | None:
+        """Lend a request on a rank, or return why that is not possible."""
         process = rank.process
         clock = Stopwatch.start(process)
         try:
             self._tighten(rank)
-            handle = rank.engine.lend(lent.params, num_readers=len(lent.ask.engines))
+            handle = rank.engine.lend(lent.params, num_readers=len(lent.ask.engines), **options)
         except (AsyncKVError, EngineClosed) as exc:
             self.world.note(rank.name, "does not lend", repr(exc))
             is_forgotten = "was open for too long" in str(exc) and rank.engine._driver.core.prefill.spent.num_given_up
@@ -1116,14 +1138,14 @@ class Service(Stage):
             if not is_expected and (process, lent) not in self.recalled:
                 self.world.violate(f"{rank.name} does not lend request {lent.ask.number}: {exc}")
             self._given_back(rank, lent)
-            return
+            return exc
         if (process, lent) in self.recalled:
             self.world.violate(f"{rank.name} lends request {lent.ask.number}, which was recalled")
         if rank.is_draining:
             self.world.violate(f"{rank.name} drains, and lends request {lent.ask.number}")
         told = f"request {lent.ask.number}, readers={len(lent.ask.engines)}"
         self.world.asides.append((self.world.now, rank.name, "lent", told))
-        holder = _Lease(lent.ask.number, handle, lent, process, clock, rank.engine)
+        holder = Lease(lent.ask.number, handle, lent, process, clock, rank.engine)
         self.leases.append((rank, process, holder))
         self._spent(rank, lent)
         incarnation = rank.engine.incarnation
@@ -1147,11 +1169,16 @@ class Service(Stage):
             self._lend_again(rank, lent)
             process.call_at(process.now + self.rng.random() * 4.0, self._lend_again, rank, lent)
             self._in_time(rank, holder)
+            self._lease_over(rank, holder, end)
             self.world.at(process.now, partial(self._ended, rank, lent, process, end.cause))
 
         process.loop.create_task(wait())
+        return None
 
-    def _in_time(self, rank: _Rank, lease: _Lease) -> None:
+    def _lease_over(self, rank: Rank, lease: Lease, end: LeaseEnd) -> None:
+        """A rank has told the end of a lease."""
+
+    def _in_time(self, rank: Rank, lease: Lease) -> None:
         """A lease lasts as long as it should."""
         ran_s = lease.clock.ran_s * lease.process.rate
         what = f"the lease of request {lease.ask} on {rank.name} {lease.ended} after {ran_s:.3f} s"
@@ -1175,7 +1202,7 @@ class Service(Stage):
         if not any(a.lent is lease.lent for a in self.attempts) and ran_s > lease.lent.ask.lease_s + TURN_S:
             self.world.violate(f"{what}, though nobody asked for it")
 
-    def _was_forged(self, rank: _Rank, of: Any, past: Any, reader: Process) -> bool:
+    def _was_forged(self, rank: Rank, of: Any, past: Any, reader: Process) -> bool:
         """Without keys, others claim in a reader's place before it is heard itself, or greet as its later start."""
         if not {"garbage", "hostile"} & {f.kind for f in self.script.faults}:
             return False
@@ -1183,14 +1210,14 @@ class Service(Stage):
         is_unheard = ReplyTo(reader.name.encode()) not in past.ways
         return is_replaced or (is_unheard and bool({b"hostile", b"stranger"} & set(past.ways)))
 
-    def _ended(self, rank: _Rank, lent: _Lent, process: Process, cause: str) -> None:
+    def _ended(self, rank: Rank, lent: Lent, process: Process, cause: str) -> None:
         if cause == "closed" and process in self.hasty:
             return  # its memory stays what it is until it dies
         if not rank.process.is_dead:
             self._check_belief(rank, lent)
         self._given_back(rank, lent)
 
-    def _given_back(self, rank: _Rank, lent: _Lent) -> None:
+    def _given_back(self, rank: Rank, lent: Lent) -> None:
         """A rank's blocks are the engine's again: overwritten at once, used again once all ranks have them back."""
         if rank.name not in lent.open:
             return
@@ -1203,7 +1230,7 @@ class Service(Stage):
         if not lent.open:
             self._settle(lent)
 
-    def _settle(self, lent: _Lent) -> None:
+    def _settle(self, lent: Lent) -> None:
         for block in lent.blocks:
             lent.engine.uses[block] -= 1
             if not lent.engine.uses[block]:
@@ -1212,11 +1239,12 @@ class Service(Stage):
         if lent.is_preempted:
             lent.is_preempted = False
             ask = replace(lent.ask, number=lent.ask.number + AGAIN, at=self.world.now, shares=-1, lend_s=0.0, fate=LENT)
+            ask = replace(ask, legs=None)
             self.world.at(self.world.now, partial(self._ask, ask, 3, lent.blocks))
 
     # -- the decode engines -----------------------------------------------------------------------------
 
-    def _read(self, rank: _Rank, lent: _Lent, retries: int) -> None:
+    def _read(self, rank: Rank, lent: Lent, retries: int) -> None:
         if rank.process.is_dead:
             return
         attempt = Attempt(self, rank, lent)
@@ -1233,12 +1261,17 @@ class Service(Stage):
         """
         if self.script.mishaps:
             return False
-        return not {"fail", "loss"} <= {f.kind for f in self.script.faults} and all(
+        return not {"fail", "loss"} <= {f.kind for f in self._troubles} and all(
             f.kind in ("forget", *TAKEN) or (f.kind in MILD and (f.kind != "loss" or f.seconds <= SHORT_LOSS_S))
-            for f in self.script.faults
+            for f in self._troubles
         )
 
-    def _was_done_with(self, rank: _Rank, lease: _Lease) -> bool:
+    @property
+    def _troubles(self) -> Sequence[Fault]:
+        """Faults that may keep a release from arriving in time."""
+        return self.script.faults
+
+    def _was_done_with(self, rank: Rank, lease: Lease) -> bool:
         """All readers that owed a release had been discharged for a while when the lease ended."""
         ask = lease.lent.ask
         readers = self.script.readers_of(rank.rank)
@@ -1249,7 +1282,7 @@ class Service(Stage):
         begin = lease.clock.at - LEASE.parked_s
         return all(at is not None and begin < at < lease.ended_at - slack for at in since)
 
-    def _was_told(self, rank: _Rank, lease: _Lease) -> str:
+    def _was_told(self, rank: Rank, lease: Lease) -> str:
         """Say what a lease's end tells otherwise than its readers do."""
         readers = self.script.readers_of(rank.rank)
         for reader in (self.decode[e][r] for e in lease.lent.ask.engines for r in readers):
@@ -1343,10 +1376,10 @@ class Service(Stage):
 
 
 @dataclass(slots=True)
-class _Lease:
+class Lease:
     ask: int
     handle: Any
-    lent: _Lent
+    lent: Lent
     process: Process
     clock: Stopwatch
     engine: Engine
@@ -1368,7 +1401,7 @@ class _Lease:
 class Attempt:
     """One decode rank's attempt at one request."""
 
-    def __init__(self, service: Service, rank: _Rank, lent: _Lent) -> None:
+    def __init__(self, service: Service, rank: Rank, lent: Lent) -> None:
         self.service, self.rank, self.lent, self.process = service, rank, lent, rank.process
         self.params = service.mishaps.params(lent.ask.number, rank.name, lent.params)
         self.is_open = True
@@ -1451,19 +1484,21 @@ class Attempt:
             self.said |= {"cancelled", "failed"}
         service.discharged.setdefault((self.lent.ask.number, rank.name), self.process.now)
 
-    async def _pull(self, request_id: str, is_last: bool) -> bool:
-        """One pull; True if another may do better."""
+    async def _pull(self, request_id: str, is_last: bool, given: Sequence[int] | None = None) -> bool:
+        """One pull, into the given blocks if there are any; True if another may do better."""
         service, rank, ask = self.service, self.rank, self.lent.ask
         world, engine = service.world, rank.engine
         first = ask.cached
         count = -(-ask.tokens // BLOCK) - first // BLOCK if first < ask.tokens else 0
-        while len(rank.free) < count:
+        while given is None and len(rank.free) < count:
             # All blocks may be held by transfers that never end: that is no pull's fault.
             self.is_open = False
             await asyncio.sleep(0.2)
         self.is_open = True
         self.called = "pulled"
-        blocks = [rank.free.pop(service.rng.randrange(len(rank.free))) for _ in range(count)]
+        if given is None:
+            given = [rank.free.pop(service.rng.randrange(len(rank.free))) for _ in range(count)]
+        blocks = list(given)
         token = filling = Filling(rank, self.lent, first, blocks)
         if service.script.looks is not None:
             rank.fillings[request_id] = filling
@@ -1600,7 +1635,7 @@ class Attempt:
         """A pull that no fault touches is not affected: it completes, as fast as it would without any."""
         script, lent = self.service.script, self.lent
         is_spared = lent.ask.prefill in self.service.spared
-        if not (is_spared or script.is_only_hostile) or called > lent.lent_from + lent.ask.lease_s - 1.0:
+        if not (is_spared or script.is_only_hostile) or self._is_late(called):
             return  # trouble is allowed, or it came late: the router took long, or there were no blocks to fill
         took = self.process.now - max(called, lent.lent_by)
         num_packets = UNTROUBLED_PACKETS + 2 * lent.ask.recall  # a read that may be recalled is confirmed
@@ -1628,6 +1663,9 @@ class Attempt:
             self._violate(f"was spared and failed: {self.reason}")
         elif took > bound:
             self._violate(f"was spared and took {took:.3f} s, more than {bound:.3f} s")
+
+    def _is_late(self, called: float) -> bool:
+        return called > self.lent.lent_from + self.lent.ask.lease_s - 1.0
 
     def _violate(self, what: str) -> None:
         # A task's exception would wait until it is asked for.

@@ -6,6 +6,8 @@ are slow, fail, are in doubt, never end, and land after they were reported dead.
 overwritten at once, on both sides. Afterwards: one outcome per request and in time, every published byte right,
 no byte written into a block that was given back, no block lost, everything idle.
 
+With `make=make_follow_script` the same services get most requests with a ticket, which decode engines follow.
+
 With `make=make_tier_script` seeds stand for engines that offload: tiers fail, fill up, hang and rot, and ranks die and
 come back on their disks with another geometry.
 
@@ -33,6 +35,8 @@ from typing import Any
 from asynckv.core.wire import decode_packet
 from asynckv.errors import AsyncKVError
 from tests.lab.doors import Doors
+from tests.lab.follow_script import FOLLOW_FAULTS, make_follow_script
+from tests.lab.following import FollowService
 from tests.lab.logs import Logs
 from tests.lab.script import FAULTS, Ask, Fault, Script, make_script
 from tests.lab.service import Service
@@ -42,12 +46,14 @@ from tests.lab.world import Process
 
 __all__ = [
     "FAULTS",
+    "FOLLOW_FAULTS",
     "TIER_FAULTS",
     "Ask",
     "Fault",
     "Found",
     "Outcome",
     "Script",
+    "make_follow_script",
     "make_script",
     "make_tier_script",
     "minimise",
@@ -125,7 +131,8 @@ def play(script: AnyScript, doors: Callable[[Process], Doors] = Doors, logs: Log
         if isinstance(script, TierScript):
             service = TierService(script, doors, listeners)
         else:
-            service = Service(script, doors, listeners)
+            is_followed = any(ask.legs is not None for ask in script.asks)
+            service = (FollowService if is_followed else Service)(script, doors, listeners)
         service.run()
     world = service.world
     trace = sorted(world.trace + world.asides, key=itemgetter(0))

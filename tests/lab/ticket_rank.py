@@ -49,15 +49,16 @@ class Rank:
 
     def step(self, orders: str, works: list[tuple[str, int, list[int], int]]) -> Any:
         """Write or compare blocks of requests, and hand over the orders of the scheduler."""
-        found: list[Any] = []
+        found = []
         for what, number, blocks, tokens in works:
-            lists = [(0, blocks)]
+            lists, each = [(0, blocks)], (0, 0)
             if what == "poison":
-                found.append(self._pool.poison(lists))
+                self._pool.poison(lists)
             elif what == "fill":
-                found.append(self._pool.fill(number, lists, tokens))
+                self._pool.fill(number, lists, tokens)
             else:
-                found.append(self._pool.check(number, lists, tokens))
+                each = self._pool.check(number, lists, tokens)
+            found.append(each)
         self._desk.submit(unpacked(orders))
         return packed(self._desk.take_finished()), found
 

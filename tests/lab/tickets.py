@@ -30,16 +30,16 @@ from tests.lab.fleet import Fleet, Lost, Process
 from tests.lab.ticket_rank import BLOCK, LEASE, NUM_BLOCKS, packed, unpacked
 
 MOST_TOKENS, STEP_S, FORWARD_S = 160, 0.003, 0.03
-LIMITS = Limits(health_s=0.2, prefill_s=8.0, drain_s=0.5)
+LIMITS: Any = {"health_s": 0.2, "prefill_s": 8.0, "drain_s": 0.5}
 CLIENTS, PAUSE_S, MORE, PATIENCE_S = 4, 0.02, 8, 25.0
 
 
 class Proxy:
     """The router, as a process."""
 
-    def __init__(self, *, prefill: str, decode: str) -> None:
+    def __init__(self, *, prefill: str, decode: str, **limits: Any) -> None:
         configure_logging("error")
-        self._serving = serving(Router([prefill], [decode], LIMITS).app(), "127.0.0.1", 0, 1.0)
+        self._serving = serving(Router([prefill], [decode], Limits(**limits)).app(), "127.0.0.1", 0, 1.0)
 
     async def __aenter__(self) -> Self:
         self._url = await self._serving.__aenter__()
@@ -245,7 +245,7 @@ class Decode(Scheduler):
             what, known = "computed", None
         if known is None and what != "computed":
             raise Refused(500, "was read before")
-        blocks, is_ordered = list[int](), False
+        blocks, end = list[int](), asyncio.get_running_loop().create_future()
         try:
             while known is not None and ledger.may_pull(request_id) is None:
                 await self._stepped.wait()
@@ -256,20 +256,19 @@ class Decode(Scheduler):
                 raise next(iter(known.errors.values()), LocalProtocolError("may not be pulled"))
             else:
                 ledger.pull(request_id, [(0, blocks)])
-                self._ends[request_id], is_ordered = asyncio.get_running_loop().create_future(), True
-                fetch = await self._ends[request_id]
-                if fetch.errors:
-                    raise next(iter(fetch.errors.values()))
-                is_ordered = False
+                self._ends[request_id] = end
+                await asyncio.wait([end])
+                if errors := end.result().errors:
+                    raise next(iter(errors.values()))
             found = await self.do("check", number, blocks, tokens)
         except AsyncKVError as exc:
             self.counts[f"{what} {getattr(exc, 'reason', type(exc).__name__)}"] += 1
             raise
         finally:
-            self._ends.pop(request_id, None)
+            is_pulled = self._ends.pop(request_id, None) is not None
             ledger.cancel(request_id)
-            if not is_ordered:  # else the ledger tells when nothing can write them any more
-                self.give(blocks)
+            if not is_pulled and not (end.done() and end.result().errors):
+                self.give(blocks)  # else the ledger tells when nothing can write them any more
         self.counts.update({what: 1, "compared": sum(n for n, _ in found), "wrong": sum(n for _, n in found)})
         return {"asynckv_follows": True} if params.get("asynckv_ask") else {}
 
@@ -283,8 +282,8 @@ class Service:
         self.router: Process | None = None
 
     async def start_router(self) -> None:
-        urls = {"prefill": self.prefill.url, "decode": self.decode.url}
-        self.router = await self.fleet.start("router", "tests.lab.tickets:Proxy", **urls)
+        urls: Any = {"prefill": self.prefill.url, "decode": self.decode.url}
+        self.router = await self.fleet.start("router", "tests.lab.tickets:Proxy", **urls, **LIMITS)
         self._url: str = await self.router.ask("address")
 
     async def _ask(self, session: aiohttp.ClientSession) -> None:

@@ -132,7 +132,7 @@ class Stepper(Rank):
         """Have the embedder make steps again."""
         self._scheduler.go_on()
 
-    def lend_it(self, params: dict[str, Any]) -> None:
+    def lend_it(self, params: dict[str, Any], ticket: str = "") -> None:
         self._scheduler.give(Lend(params))
 
     def lend(self, number: int, first: int = 0) -> list[dict[str, Any]]:

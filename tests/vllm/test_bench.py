@@ -1,10 +1,13 @@
-"""`python -m scripts.bench vllm`: both connectors are measured over pages that were touched before the clock."""
+"""Benchmarks inside vLLM: `vllm` measures over pages that were touched before, and `legs` sends both legs at once."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import pytest
+
+from scripts.bench import legs
 from scripts.bench import vllm as bench_vllm
 
 # 1 MiB per request: 256 pages of 4 KiB on either side.
@@ -30,3 +33,16 @@ def test_no_page_is_touched_for_the_first_time_while_the_clock_runs(tmp_path: Pa
         assert 0 < figures["others_tokens_per_s"]["median"] <= 2 / 0.003
         assert 0 < figures["others_alone_tokens_per_s"]["median"] <= 2 / 0.003
     assert set(row["ratios"]) == set(bench_vllm.RATIOS)
+
+
+def test_behind_vllms_own_server_both_legs_leave_at_once_and_prompts_are_computed_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert legs.main(["1000:1", "--rounds", "1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for way in legs.WAYS:
+        assert found[way]["prefills"] == found[way]["requests"] == legs.REQUESTS["1000:1"]
+        assert found[way]["gap_p50_ms"] > 0
+        assert not found[way].keys() & {"computed_by_decode", "given_back"}
+    assert "at_once" not in found["in_turn"]
+    assert found["at_once"]["at_once"] == legs.REQUESTS["1000:1"]

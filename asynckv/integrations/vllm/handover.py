@@ -36,7 +36,7 @@ class WorkerAddress(KVConnectorHandshakeMetadata):
 
 @dataclass
 class FollowReports(KVConnectorWorkerMetadata):
-    """Offers to a worker that follows tickets, and the ends of follows without one. vLLM joins all workers'."""
+    """Offers to a worker that follows tickets, and the follows that ended without. vLLM joins those of all workers."""
 
     offered: list[Offer]
     not_offered: list[Failed]

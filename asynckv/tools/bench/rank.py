@@ -162,6 +162,7 @@ class Worker:
                 params = await self.engine.follow(request_id, params, wait_s=timeout_s)
             elif self.options.follow:
                 self.engine.announce(request_id, params)
+                await asyncio.sleep(LAG_S)  # a pull of what is known to be not lent yet does not read too early
             result = await self.engine.pull(request_id, work.lists, params, timeout_s=timeout_s)
         except PullError as exc:
             if exc.held:

@@ -97,7 +97,7 @@ MAX_NAMED = 8  # requests that `/health/ready` lists
 END = 16384  # last bytes of a stream, which are searched for an error
 DONE = b"data: [DONE]\n\n"
 MOST_EVENT = 2**24  # bytes of one event of a stream
-LATE_S, LOOKS = 0.2, 5
+LATE_S, LOOKS = 0.15, 5
 """Once a client has left during a prefill, its engine may answer for this time, so many times, because an engine that
 is cut off just when it lends holds the blocks until the lease ends."""
 BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -521,7 +521,7 @@ class Router:
         try:
             for _ in range(LOOKS):
                 await asyncio.wait([loan.task], timeout=LATE_S)
-            if loan.task.done():
+            if loan.task.done() and not loan.is_read:
                 self._tell(job, loan)
         finally:
             loan.task.cancel()
