@@ -14,7 +14,7 @@ import pytest
 import asynckv
 from asynckv.config import PullConfig
 from asynckv.edges.nic.agent import Agent
-from asynckv.edges.torch import CudaMirror, cuda_bytes, first_difference_of_tensors, synchronize
+from asynckv.edges.torch import CudaMirror, cuda_bytes, first_difference_of_tensors, stream_event, synchronize
 from asynckv.errors import ConfigError
 from asynckv.geometry.layout import Memory
 
@@ -136,9 +136,7 @@ def test_a_lend_after_the_event_hands_over_what_the_kernels_wrote(torch_cuda: An
                 for _ in range(50):  # keeps the stream busy behind the call
                     tensors[0].mul_(1.0)
                 tensors[0].mul_(-1.0)
-                event = torch_cuda.cuda.Event(blocking=True)
-                event.record()
-                await synchronize(event)
+                await synchronize(stream_event())
                 lent = prefill.lend(params)
                 await pulled
                 # The first kernel after the pull sees what was read.

@@ -168,9 +168,7 @@ class CudaMirror:
     def upload(self) -> Event:
         for piece, copy in zip(self._pieces, self._copies, strict=True):
             piece.copy_(copy, non_blocking=True)
-        event = self._torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return stream_event()
 
     def download(self) -> None:
         self._torch.cuda.synchronize()

@@ -19,12 +19,15 @@ from tests.vllm.zoo import MODELS
 LENGTHS = (2, 31, 33, 64, 100, 200)
 
 
-def following(follow_s: float = 30.0) -> Connector:
+def following(lease_s: float = 20.0, follow_s: float = 30.0) -> Connector:
     pull: Any = SHORT["pull"]
-    return Connector(extra={**SHORT, "pull": {**pull, "follow_s": follow_s}})
+    lease = {"lease_s": lease_s, "parked_s": 4.0}
+    return Connector(extra={**SHORT, "lease": lease, "pull": {**pull, "timeout_s": 20.0, "follow_s": follow_s}})
 
 
 FOLLOWS = following()
+EXPIRES = following(lease_s=3.0)
+"""For tests in which nobody reads what is lent."""
 
 
 class Legs:
@@ -32,9 +35,9 @@ class Legs:
 
     def __init__(self, pair: Pair) -> None:
         self.pair = pair
-        (self.identity,) = [self._of(answer) for answer in pair.prefilled(pair.prompt(40))]
-        asked = pair.decode.add(pair.name("d"), pair.prompt(10), 1, {"asynckv_ask": True})
-        pair.decode.finish(asked)
+        (answer,) = pair.prefilled(tokens := pair.prompt(40))
+        self.identity = self._of(answer)
+        pair.decode.finish(asked := pair.ask(tokens, {**answer, "asynckv_ask": True}, 1))
         assert asked.params == {"asynckv_follows": True}
 
     @staticmethod
@@ -258,7 +261,7 @@ def test_a_prefill_engine_dies_while_it_is_followed(server: Server, policy: Any,
 
 
 def test_a_client_leaves_while_its_request_follows_and_nothing_is_left(server: Server) -> None:
-    legs = start(server)
+    legs = start(server, connector=EXPIRES)
     pair, ticket, tokens = legs.pair, legs.ticket(), legs.pair.prompt(200)
     pair.prefill.ask("hold")
     prefill = legs.prefill(tokens, ticket)
@@ -290,7 +293,7 @@ def test_a_decode_engine_dies_and_another_follows_the_same_ticket(server: Server
 
 
 def test_a_ticket_that_never_comes_runs_out(server: Server) -> None:
-    legs = start(server, connector=following(1.0))
+    legs = start(server, connector=following(follow_s=1.0))
     reply = legs.decode(legs.pair.prompt(100), legs.ticket())
     legs.pair.decode.finish(reply, within_s=10.0)
     assert reply.reason == "error"
@@ -299,7 +302,7 @@ def test_a_ticket_that_never_comes_runs_out(server: Server) -> None:
 
 def test_a_strangers_ticket_is_not_offered_to_it(server: Server) -> None:
     """The prefill leg of one ticket ends, and the follower of another waits on."""
-    legs = start(server)
+    legs = start(server, connector=EXPIRES)
     pair, tokens = legs.pair, legs.pair.prompt(100)
     reply = legs.decode(tokens, legs.ticket())
     pair.prefill.finish(legs.prefill(tokens, legs.ticket()))
@@ -312,7 +315,7 @@ def test_a_strangers_ticket_is_not_offered_to_it(server: Server) -> None:
 @pytest.mark.parametrize("name", ["dense", "mamba2-align"])
 @pytest.mark.parametrize("is_prefill", [False, True])
 def test_clients_leave_at_every_step_on_either_side(server: Server, name: str, is_prefill: bool) -> None:
-    legs = start(server, name, policy="recompute", max_num_batched_tokens=64)
+    legs = start(server, name, EXPIRES, policy="recompute", max_num_batched_tokens=64)
     pair = legs.pair
     for steps in range(7):
         ticket, tokens = legs.ticket(), pair.prompt(200)
@@ -344,7 +347,7 @@ def test_clients_leave_at_every_step_on_either_side(server: Server, name: str, i
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 def test_a_decode_engine_sleeps_while_its_request_follows(server: Server, mode: str, policy: Any) -> None:
     """The sleep ends the follow, and the request fails as a load does once the engine is awake."""
-    legs = start(server, policy=policy)
+    legs = start(server, connector=EXPIRES, policy=policy)
     pair, ticket, tokens = legs.pair, legs.ticket(), legs.pair.prompt(200)
     running = pair.ask(first := pair.prompt(30), None, 200)
     reply = legs.decode(tokens, ticket)
@@ -352,6 +355,7 @@ def test_a_decode_engine_sleeps_while_its_request_follows(server: Server, mode: 
     pair.decode.ask("sleep", mode)
     assert pair.decode.ask("state")["requests"][last(legs)] == "WAITING"
     while_asleep = legs.decode(other := pair.prompt(100), legs.ticket())
+    pair.decode.until(lambda state: not state["has_work"])
     pair.decode.ask("wake")
     pair.decode.finish(running, reply, while_asleep, within_s=20.0)
     assert running.tokens == continued(first, 200)
@@ -388,8 +392,7 @@ def test_what_cannot_be_followed_ends_no_engine(server: Server, what: str) -> No
     legs = start(server, policy="recompute")
     pair, tokens = legs.pair, legs.pair.prompt(100)
     good = {"ticket": legs.ticket(), **legs.identity}
-    own = pair.decode.add(pair.name("x"), pair.prompt(40), 1, ASKED)
-    pair.decode.finish(own)
+    pair.decode.finish(own := pair.decode.add(pair.name("x"), pair.prompt(40), 1, ASKED))
     follow: Any = {
         "list": [good],
         "no ticket": legs.identity,

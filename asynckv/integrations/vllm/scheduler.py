@@ -63,6 +63,7 @@ CAUSES: Mapping[str, str] = WORDS["computed_locally"]
 """Causes for which a prompt or its end is computed instead of a transfer. Each is logged once, and always counted."""
 
 FAILED = PullError("a worker could not load it; its log gives the reason")
+FOLLOWING = State.FOLLOWING
 FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 logger = logging.getLogger("vllm.asynckv")  # vLLM shows the lines of loggers below its own
 
@@ -75,6 +76,7 @@ class Queued:
     since: float
     first: int = 0
     end: int = 0  # 0 if nothing is to be read; while it follows a ticket: the most
+    fetch: Any = None  # of a request that follows a ticket
 
 
 class SchedulerHalf:
@@ -211,7 +213,7 @@ class SchedulerHalf:
             self.spare(request)
             return False
         queued = self._following[name] = self._queued.pop(name)
-        queued.end = request.num_prompt_tokens - self.shape.back_off
+        queued.fetch, queued.end = fetch, request.num_prompt_tokens - self.shape.back_off
         return True
 
     def _compare(self, request: Any, params: KVTransferParams) -> bool:
@@ -288,19 +290,22 @@ class SchedulerHalf:
     def match(self, request: Any, num_cached: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local prefix cache can be read; None to be asked again."""
         name = request.request_id
-        fetch, queued = self.pulls.get(name), self._following.get(name) or self._queued.get(name)
+        queued = self._following.get(name)
+        # vLLM asks for each request in every step, and many may follow. A prompt that is cached up to a block begins.
+        if queued is not None and queued.fetch.state is FOLLOWING and not 0 < num_cached >= queued.end - self._block:
+            return None, False
+        fetch, queued = self.pulls.get(name), queued or self._queued.get(name)
         if fetch is None or queued is None:
             self.spare(request)  # with blocks of its own, it is not read any more
             return 0, False
-        # If the load that it waited for has failed, or no KV was offered, it fails as a load too, so that vLLM's policy
+        # If the load that it waited for has failed, or nothing was offered, it fails as a load, so that vLLM's policy
         # applies.
-        follows = fetch.state is State.FOLLOWING  # asked first, because up to 1,000 requests may
-        may_pull = None if follows else True if fetch.errors else self.pulls.may_pull(name)
-        if may_pull is None and not (fetch.params is None and 0 < num_cached >= queued.end - self._block):
+        may_pull = True if fetch.errors else self.pulls.may_pull(name)
+        if may_pull is None and fetch.state is not FOLLOWING:
             return None, False
         if self._following.pop(name, None) is not None:
             queued.since, self._queued[name] = monotonic(), queued  # from now on it waits for blocks
-            if may_pull is None:  # the prompt is cached whole, up to a block
+            if may_pull is None:
                 self.spare(request)
                 _reads_no_more(request)
                 return 0, False
@@ -308,7 +313,7 @@ class SchedulerHalf:
                 return 0, False
         more, queued.first = queued.end - num_cached, num_cached
         if not may_pull:
-            if more > self.shape.largest_block:
+            if more > self._block:
                 self._computes(request, "sibling")
             self.spare(request)
             more = 0
