@@ -694,7 +694,9 @@ async def test_two_thousand_clients_at_once_are_served_both_ways_and_each_prompt
 async def test_a_follower_that_is_refused_first_waits_for_what_the_prefill_leg_says(offered: str) -> None:
     """The ranks refuse followers of an incarnation that is gone at once, and the prefill's answer comes later."""
     none = says({"choices": [], "kv_transfer_params": None})
-    act = {"another": offers("p2"), "none": none, "busy": says(b"full", 503), "refused": says(b"bad", 400)}[offered]
+    act = {"another": offers("p2"), "none": none, "busy": says(b"full", 503), "refused": says(error("bad", 400), 400)}[
+        offered
+    ]
     refuses = says({"error": {"message": "no offer", "type": "kv_transfer_error", "code": 500}}, 500)
     prefill, decode = Fake(offers(), after(act)), Fake(ANSWERS, refuses, SAYS)
     async with taught([prefill], [decode]) as client:
