@@ -49,8 +49,8 @@ def test_services_with_followed_requests_keep_every_promise() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_more_services_with_followed_requests_keep_every_promise() -> None:
-    found = simulate_many(range(200_000, 200_400), FOLLOW_FAULTS, jobs=os.cpu_count() or 1, make=make_follow_script)
-    assert found.seeds == 400
+    found = simulate_many(range(200_000, 200_200), FOLLOW_FAULTS, jobs=os.cpu_count() or 1, make=make_follow_script)
+    assert found.seeds == 200
     assert found.violations == {}
     assert found.counts["follow.refused_by_scheduler"] > 0
     for kind in ("crash", "close", "sleep", "drain", "freeze", "cancel", "abort", "cached"):
@@ -63,8 +63,8 @@ def test_without_faults_followed_requests_end_as_they_should() -> None:
         assert outcome.violation == ""
         # (A ticket may still be another's, or its prefill leg lost; the simulation knows how each of them ends.)
         pulls = {name[5:] for name in outcome.counts if name.startswith("pull.")}
-        known = {*["complete", "expired", "withdrawn", "not_lent_yet", "unknown_key", "discharged", "cancelled", "wrong_cohort"]}
-        assert pulls <= known
+        known = {"complete", "expired", "withdrawn", "not_lent_yet", "unknown_key", "discharged", "cancelled"}
+        assert pulls <= known | {"wrong_cohort"}
         ends = {name[12:] for name in outcome.counts if name.startswith("not_offered.")}
         assert ends <= {"no_offer", "withdrawn", "cancelled", "expired", "consumed", "revoked"}
 
