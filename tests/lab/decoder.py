@@ -75,7 +75,7 @@ class Fetching(Attempt):
 
     def __init__(self, decoder: Decoder, rank: Rank, lent: Lent, name: str) -> None:
         super().__init__(decoder.service, rank, lent)
-        self.name, self.is_open, self._is_odd = name, False, decoder.service.is_odd(lent.ask)
+        self.name, self.is_open, self.is_odd = name, False, decoder.service.is_odd(lent.ask)
         self._decoder = decoder
         self._result: asyncio.Future[str] = self.process.loop.create_future()
 
@@ -107,7 +107,7 @@ class Fetching(Attempt):
         lent, (offered_at, _) = self.lent, self._decoder.offered[self.lent]
         at = min(self.announced_at, offered_at + 2 * STEP_S)
         lasts_until = min(at + PULL.announce_s * 0.99, lent.lent_from + LEASE.max_lease_s - 2.0)
-        return self._is_odd or at > lent.lent_from + lent.ask.lease_s - 1.0 or called > lasts_until
+        return self.is_odd or at > lent.lent_from + lent.ask.lease_s - 1.0 or called > lasts_until
 
     def _give_back(self, blocks: Sequence[int]) -> None:
         """The scheduler gives them back."""

@@ -1404,7 +1404,8 @@ class Attempt:
     def __init__(self, service: Service, rank: Rank, lent: Lent) -> None:
         self.service, self.rank, self.lent, self.process = service, rank, lent, rank.process
         self.params = service.mishaps.params(lent.ask.number, rank.name, lent.params)
-        self.is_open = True
+        self.is_open, self.is_odd = True, False
+        """It runs; and others than its engine decide what becomes of it."""
         self.handed_at = self.process.now
         self.called = ""
         """Its state by the engine's calls: nothing, `announced`, `pulled`, `discharged`."""
@@ -1521,7 +1522,7 @@ class Attempt:
             again = exc.reason not in ("cancelled", "unplannable")
             if exc.reason == "not_lent_yet" and exc.pull_id not in service.wire.told_to_wait:
                 self._violate("ended as not lent yet, which nobody had told it")
-            if exc.reason == "consumed" and (ask.number, rank.name) not in service.discharged:
+            if exc.reason == "consumed" and (ask.number, rank.name) not in service.discharged and not self.is_odd:
                 self._violate("was refused as consumed, though this reader released nothing")
             if exc.reason == "differs":
                 is_last, again = True, False  # no attempt follows, whatever its caller has said
