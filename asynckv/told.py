@@ -290,7 +290,7 @@ class PeerDraining(Told):
 class FollowFailed(Told):
     """A request followed a ticket, and was not offered its params. At most 100 lines at once, then ten per second."""
 
-    side, levels, most, until = "decode", ("warning", "info"), (10.0, 100.0), ITSELF
+    side, levels, most, until = "decode", ("warning", "info", "debug"), (10.0, 100.0), ITSELF
     request_id: RequestText
     pull_id: PullText
     peer: PrefillEngine

@@ -484,7 +484,7 @@ def arguments(params: dict[str, Any], number: int) -> dict[str, dict[str, Any]]:
             "priority": 0,
             "retries": 1,
         },
-        "cancel": {"request_id": f"d{number}", "params": params, "cohort_id": ""},
+        "cancel": {"request_id": f"d{number}", "params": params, "cohort_id": "", "follows_on": False},
         "returned": {"request_id": f"d{number}"},
         "forget_peer": {"address": "sim://99"},
     }

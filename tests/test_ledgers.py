@@ -1285,12 +1285,39 @@ def test_an_offer_of_what_another_request_has_is_read_once(is_read: bool) -> Non
     ledger.update(0, Finished(offered=[Offer("a", params)]))
     assert [ledger.may_pull(name) for name in "ab"] == ([False, False] if is_read else [None, None])
     assert ledger.take_orders() == [Cancel("a")], "the ranks follow no more"
+    ledger.update(0, Finished(not_offered=[no_offer("a", "cancelled")]))
     assert [each.errors for each in map(ledger.get, "ab") if each] == [{}, {}]
     if not is_read:
         ledger.pull("x", [(0, [1])])
         ledger.take_orders()
         ledger.update(0, Finished(failed=[failed("x")]))
         assert [len(each.errors) for each in map(ledger.get, "ab") if each] == [1, 1]
+
+
+def test_an_offer_that_comes_late_releases_nothing_that_is_read_or_was() -> None:
+    ledger, params = following(), new_params()
+    ledger.update(0, Finished(not_offered=[no_offer("a")]))
+    ledger.cancel("a")
+    ledger.follow("b", to_follow(TICKET))
+    ledger.update(0, Finished(offered=[Offer("b", params)]))
+    ledger.pull("b", [(0, [1])])
+    ledger.take_orders()
+    ledger.update(1, Finished(offered=[Offer("a", params, is_late=True)]))
+    assert not ledger.has_orders
+    for rank in range(2):
+        ledger.update(rank, Finished(failed=[failed("b")]))
+    assert len(ledger.take_outcome().failed) == 1
+    ledger.take_orders()
+    ledger.update(1, Finished(offered=[Offer("b", params)]))
+    assert not ledger.has_orders, "a later request may still try it"
+
+
+def test_an_offer_that_a_rank_has_released_is_not_taken() -> None:
+    ledger, params = following(), new_params()
+    ledger.offered(0, Offer("a", params, is_late=True))
+    assert (ledger.may_pull("a"), ledger.take_orders()) == (None, [Cancel("a~2", params)])
+    ledger.offered(1, Offer("a", params))
+    assert (ledger.may_pull("a"), ledger.take_orders()) == (False, [Cancel("a")])
 
 
 def test_a_trace_of_the_follower_takes_the_place_of_the_one_that_is_offered() -> None:

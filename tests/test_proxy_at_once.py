@@ -57,6 +57,7 @@ FINISH = (
 )
 USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 2}}\n\n'
 DONE = b"data: [DONE]\n\n"
+EVENTS = "text/event-stream"
 COMPLETED = b'event: response.completed\ndata: {"type": "response.completed", "response": {"output": "%b", %b}}\n\n' % (
     b"x" * 100_000,
     b'"kv_transfer_params": {"asynckv_follows": true}',
@@ -689,23 +690,63 @@ async def test_two_thousand_clients_at_once_are_served_both_ways_and_each_prompt
         assert set(map(bool, tickets(decode))) == {True, False}
 
 
-@pytest.mark.parametrize("status", [400, 500])
+@pytest.mark.parametrize("offered", ["another", "none", "busy", "refused"])
+async def test_a_follower_that_is_refused_first_waits_for_what_the_prefill_leg_says(offered: str) -> None:
+    """The ranks refuse followers of an incarnation that is gone at once, and the prefill's answer comes later."""
+    none = says({"choices": [], "kv_transfer_params": None})
+    act = {"another": offers("p2"), "none": none, "busy": says(b"full", 503), "refused": says(error("bad", 400), 400)}[
+        offered
+    ]
+    refuses = says({"error": {"message": "no offer", "type": "kv_transfer_error", "code": 500}}, 500)
+    prefill, decode = Fake(offers(), after(act)), Fake(ANSWERS, refuses, SAYS)
+    async with taught([prefill], [decode]) as client:
+        asking = asyncio.create_task(client.ask())
+        async with asyncio.timeout(HEAR_S):
+            while await apt(client, "decode") != [False]:  # its fault is counted
+                pass
+        assert not asking.done()
+        prefill.hears.set()
+        status = (await asking)[0]
+    assert len(told(prefill)) == 1
+    assert status == (400 if offered == "refused" else 200)
+    assert len(told(decode)) == 1 + (offered != "refused")
+
+
+async def test_a_leg_that_generates_is_not_ahead_any_more() -> None:
+    prefill, decode = Fake(offers(), after(offers())), Fake(ANSWERS, streams(EVENT, FINISH, DONE))
+    async with taught([prefill], [decode], ahead=1) as client:
+        asking = asyncio.create_task(client.ask({**ASK, "stream": True}))
+        async with asyncio.timeout(HEAR_S):
+            while (await client.ready())[1]["decode"][0]["ahead"] or not told(decode):
+                pass
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+
+@pytest.mark.parametrize("how", [400, 500, "event", "abort"])
 @pytest.mark.parametrize("at", ["prefill", "decode"])
-async def test_a_ticket_is_shown_by_no_error_log_or_metric(at: str, status: int) -> None:
+async def test_a_ticket_is_shown_by_no_error_log_or_metric(at: str, how: int | str) -> None:
     async def echoes(fake: Fake, request: web.Request) -> web.StreamResponse:
-        return web.Response(body=b"bad: " + await request.read(), status=status)
+        if isinstance(how, int):
+            return web.Response(body=b"bad: " + await request.read(), status=how)
+        said = f"bad: {ticket_of(await request.json())}"
+        if how == "abort":
+            return web.json_response({"choices": [{"text": said, "finish_reason": "abort"}]})
+        return web.Response(body=b'data: {"error": {"message": "%s"}}\n\n' % said.encode(), content_type=EVENTS)
 
     prefill = Fake(offers(), echoes if at == "prefill" else offers())
     decode = Fake(ANSWERS, echoes if at == "decode" else hangs)
     with capture_logs() as events:
         async with taught([prefill], [decode], is_computed=False, attempts=1) as client:
-            async with client.session.post(client.url + COMPLETIONS[0], json=ASK) as answer:
-                assert answer.status == (400 if status == 400 else 502)
+            asks = {**ASK, "stream": how == "event"}
+            async with client.session.post(client.url + COMPLETIONS[0], json=asks) as answer:
+                assert answer.status == (400 if how == 400 else 502)
                 text = await answer.text()
             async with client.session.get(f"{client.url}/metrics") as answer:
                 text += await answer.text()
             text += str(await client.ready()) + str(events)
     (ticket,) = tickets(prefill)
-    assert "bad: " in text
+    assert "bad: " in text or (at, how) == ("prefill", "event"), "its answer is no stream, and is not quoted"
     assert len(ticket) == 32
     assert not [ticket[i : i + 8] for i in range(25) if ticket[i : i + 8] in text]

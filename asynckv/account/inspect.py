@@ -437,8 +437,7 @@ def _rank_status(source: Source, peer: Peer | None, now: float) -> RankStatus:
 
 
 _MET = {PeerState.SUSPECT: "silent"} | dict.fromkeys((PeerState.CONNECTING, PeerState.LOADING), "connecting")
-_MET |= dict.fromkeys((PeerState.NEW, PeerState.GONE), "unreachable")
-"""Words for ranks that cannot be asked now."""
+_MET |= dict.fromkeys((PeerState.NEW, PeerState.GONE), "unreachable")  # words for ranks that cannot be asked now
 
 
 def _rank_state(source: Source, peer: Peer | None, now: float) -> str:

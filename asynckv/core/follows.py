@@ -41,7 +41,7 @@ class Follows:
         ticket = following.target.ticket
         if (other := self._by_ticket.get(ticket)) is not None or following.request_id in self.by_request:
             name = (other or following).request_id
-            raise LocalProtocolError(f"request {name[:200]!r} follows this ticket already; cancel it first")
+            raise LocalProtocolError(f"request {name[:200]!r} follows a ticket already; cancel it first")
         self.by_request[following.request_id] = self.by_id[following.follow_id] = following
         self._by_ticket[ticket] = following
         self._left.pop(ticket, None)  # or a late offer to that one would release what this one is offered

@@ -275,11 +275,8 @@ class DecodeLedger(_Ledger):
     def follow(
         self, request_id: str, follow: Mapping[str, Any], *, trace: Mapping[str, str] | None = None
     ) -> Fetch | None:
-        """Queue a request that has a ticket, and no params until it is offered; `may_pull` tells.
-
-        `follow` names the ticket and the prefill engine. All else is as for `announce`: also None, if the ticket's
-        request was read or given up here.
-        """
+        """Queue a request that has a ticket, and no params until it is offered (`may_pull`). All else is as for
+        `announce`: also None, if the ticket's request was read or given up here."""
         self._check_new(request_id)
         checked = decode_follow(follow)
         if checked.ticket in self._spent:
@@ -419,10 +416,8 @@ class DecodeLedger(_Ledger):
                 self._outcome.retired.append(fetch)
 
     def offered(self, rank: int, offer: Offer) -> None:
-        """Record that a rank was offered a request; `update` does. The first report of any rank decides for all.
-
-        Offers of other params, and those that nothing needs any more, are released on every rank, once per key.
-        """
+        """Record that a rank was offered a request; `update` does. The first report of any rank decides for all. What
+        nothing needs any more, and other params, are released on every rank, once per key."""
         self._check(rank)
         params, name = decode_params(offer.params), offer.request_id
         key, fetch = params.key, self._fetches.get(name)

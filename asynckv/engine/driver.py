@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVarTuple, assert_never
 
 import anyio
@@ -57,8 +57,8 @@ TURNED_AWAY = (
     "it seems to turn our connection away: with keys, this engine's .key file has to be in its directory of "
     "authorized keys"
 )
-HOW = frozenset(How)
-EXPECTED = frozenset({Reason.CANCELLED, Reason.WITHDRAWN, Reason.ENGINE_CLOSED})
+HOW, R = frozenset(How), members(Reason)
+EXPECTED: Mapping[Reason, told.Level] = {R.CANCELLED: "debug", R.WITHDRAWN: "info", R.ENGINE_CLOSED: "info"}
 POST_SLICE_S = 0.0005  # a turn plans and posts for so long, and then for as much CPU: no holder of the GIL ends both
 BEAT_S = 0.25  # while anything is under way the timer runs at least this often, to notice that the loop was away
 IDLE_BEAT_S = 2.5  # the beat of an idle engine, which has no deadlines; a new peer waits for `handshake_s`
@@ -548,7 +548,7 @@ class Driver:
             names = short(following.request_id), following.follow_id, following.target.engine_id
             why = following.reason.value, short(following.detail)
             failed = told.FollowFailed(*names, *why, round(now - following.since, 6), [following.rank.name])
-            self.recorder.log(failed, now, "info" if following.reason in EXPECTED else "warning")
+            self.recorder.log(failed, now, EXPECTED.get(following.reason, "warning"))
         if (waiter := following.waiter) is not None:
             if is_late:
                 waiter.returned(following, False)

@@ -736,7 +736,7 @@ class Engine:
         """
         self._home.here(self.cancel)
         request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
-        driver = self._driver
+        driver, follows_on = self._driver, flag("follows_on", follows_on)
         if params is not None and not driver.core.is_pulled(request_id):
             wanted = decode_params(params)
             if self._life.is_shut or self._life.state is LifeState.SUSPENDED:
@@ -745,7 +745,7 @@ class Engine:
             driver.core.discharge(request_id, wanted, cohort_id, self._clock.now())
             return True
         driver.soon()
-        return driver.core.cancel(request_id, self._clock.now(), follows_on=flag("follows_on", follows_on))
+        return driver.core.cancel(request_id, self._clock.now(), follows_on=follows_on)
 
     async def returned(self, request_id: str) -> None:
         """Wait until no pull of a request can write any block. Return at once if nothing is held.

@@ -69,16 +69,16 @@ def _followed(rng: random.Random, script: Script, ask: Ask, may_be_odd: bool) ->
         again_s=rng.choice([-1.0, -1.0, -1.0, -1.0, 0.0, rng.random(), rng.random() * 6.0]),
         cached_s=rng.choice([-1.0] * 7 + [0.0, rng.random() ** 2 * 3.0]),
     )
-    if may_be_odd and rng.random() < 0.3:
-        others = tuple(e for e in range(script.decode_engines) if e not in ask.engines)
-        engines = tuple(e for e in range(script.prefill_engines) if e != ask.prefill)
-        odd = rng.choice(["lost", "stale", "stale", "strangers", "astray"])
+    others = tuple(e for e in range(script.decode_engines) if e not in ask.engines)
+    engines = tuple(e for e in range(script.prefill_engines) if e != ask.prefill)
+    if may_be_odd and rng.random() < (0.6 if others else 0.3):
+        odd = rng.choice(["lost", "stale", "stale"] + ["strangers"] * 3 * bool(others) + ["astray"] * 2 * bool(engines))
         legs = replace(
             legs,
             is_lost=odd == "lost",
             is_stale=odd == "stale",
             strangers=others if odd == "strangers" else (),
-            astray=rng.choice(engines) if odd == "astray" and engines else -1,
+            astray=engines[0] if odd == "astray" else -1,
         )
     fate = DROPPED if ask.fate == LENT and rng.random() < 0.12 else ask.fate
     return replace(ask, legs=legs, fate=fate)

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(240)]
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("prefill", "decode", "victims"),
-    [(2, 1, ("prefill", "decode")), (1, 2, ("decode", "prefill")), (2, 2, ("prefill", "decode", "router"))],
+    [(2, 1, ("prefill",)), (1, 2, ("decode",)), (2, 2, ("prefill", "decode", "router"))],
 )
 async def test_what_followers_read_is_right_and_nothing_is_left(
     prefill: int, decode: int, victims: tuple[str, ...]

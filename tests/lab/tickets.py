@@ -31,7 +31,7 @@ from tests.lab.ticket_rank import BLOCK, LEASE, NUM_BLOCKS, packed, unpacked
 
 MOST_TOKENS, STEP_S, FORWARD_S = 160, 0.003, 0.03
 LIMITS: Any = {"health_s": 0.2, "prefill_s": 8.0, "drain_s": 0.5}
-CLIENTS, PAUSE_S, MORE, PATIENCE_S = 4, 0.02, 8, 25.0
+CLIENTS, PAUSE_S, MORE, PATIENCE_S = 4, 0.02, 5, 60.0
 
 
 class Proxy:
@@ -88,7 +88,7 @@ class Scheduler:
         process = await self._fleet.start(
             name, "tests.lab.ticket_rank:Rank", name=self.role, tp_rank=rank, tp_size=len(self.ranks)
         )
-        self._joining[rank] = msgspec.convert(await process.ask("endpoint"), Endpoint)
+        self._joining[rank] = msgspec.convert(await process.ask("endpoint", PATIENCE_S), Endpoint)
         self.ranks[rank] = process
 
     def _spawn(self, work: Any) -> None:
@@ -284,7 +284,7 @@ class Service:
     async def start_router(self) -> None:
         urls: Any = {"prefill": self.prefill.url, "decode": self.decode.url}
         self.router = await self.fleet.start("router", "tests.lab.tickets:Proxy", **urls, **LIMITS)
-        self._url: str = await self.router.ask("address")
+        self._url: str = await self.router.ask("address", PATIENCE_S)
 
     async def _ask(self, session: aiohttp.ClientSession) -> None:
         """Send one request; some clients leave."""

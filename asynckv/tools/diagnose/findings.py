@@ -542,7 +542,7 @@ def _notes(seen: Seen) -> Iterator[Finding]:
     for ranks, found in grouped(((x.process.rank, *x.peer_ranks), (name, x)) for name, x in follows).items():
         most = shown_seconds(max(x.held[-1].number("state_s", 0.0) for _, x in found))
         what = (
-            f"{counted(len(found), 'request')} of {ranks[0]} wait until {listed(ranks[1:])} offers them, {most} at most"
+            f"{counted(len(found), 'request')} of {ranks[0]} follow, until {listed(ranks[1:])} offers, {most} at most"
         )
         evidence = ", ".join(f"{x} has parked {parked[x]}, for which no request came" for x in ranks if x in parked)
         names = tuple(dict.fromkeys(name for name, _ in found))

@@ -343,9 +343,8 @@ class LoggedPull:
     @property
     def is_follow(self) -> bool:
         """True if it only followed a ticket, so that its request has no params."""
-        if self.ended is None:
-            return bool(self.held) and self.held[-1].text("state") in FOLLOWS
-        return self.ended.event == told.FollowFailed.event
+        last = self.ended or next(reversed(self.held), None)
+        return last is not None and (last.event == told.FollowFailed.event or last.text("state") in FOLLOWS)
 
     @property
     def failed_in(self) -> str:

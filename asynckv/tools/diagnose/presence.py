@@ -116,8 +116,7 @@ class Presence:
         """All attempts of a process at one of its requests."""
         self.lends: dict[str, list[float]] = defaultdict(list)
         """Times at which each rank lent something, by its name without a start."""
-        self.unfollowed: dict[str, list[float]] = defaultdict(list)
-        """The same of requests with tickets that no reader followed."""
+        self.unfollowed: dict[str, list[float]] = defaultdict(list)  # the same, of tickets that no reader followed
         claims = list[float]()
         for request in service.requests:
             offers = [x.ended.integer("offers") for x in request.leases.values() if x.ended is not None]

@@ -50,7 +50,7 @@ _OF_REQUESTS = (told.LeaseHeld, told.PullHeld, told.PullRefused, told.RequestWit
 _TOLD = {x.event for x in (*_OF_REQUESTS, told.EngineAlive)}
 """Lines of a process that are told with its requests, or tell nothing new."""
 _STATES = {"connecting": "handshake", "queued": "queue", "reading": "read", "confirming": "confirm"}
-_STATES |= {"meeting": "follow", "following": "follow"}
+_STATES |= dict.fromkeys(("meeting", "following", "spared"), "follow")
 _STATES |= {"draining": "drain", "notifying": "release", "quarantined": "quarantine"}
 _STATES |= {state: state for state in ("announced", "lent", "ending")}
 

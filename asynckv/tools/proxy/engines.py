@@ -250,16 +250,17 @@ class Engine:
             raise self.fault("garbage", f"sent an answer of more than {most >> 20} MiB, with status {answer.status}")
         return found
 
-    def decoded(self, data: bytes) -> dict[str, msgspec.Raw]:
+    def decoded(self, data: bytes, ticket: str) -> dict[str, msgspec.Raw]:
         if ABORTED.search(data):
-            raise self.refusal(500, data)
+            raise self.refusal(500, data, ticket)
         try:
             return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
         except (msgspec.MsgspecError, ValueError, RecursionError) as exc:
             raise self.fault("garbage", f"did not answer with a JSON object: {exc}") from exc
 
-    def refusal(self, status: int, data: bytes, retry_after: str = "") -> Refused:
-        """Return the error that an answer other than 200 means."""
+    def refusal(self, status: int, data: bytes, ticket: str, retry_after: str = "") -> Refused:
+        """Return the error that an answer means, without the ticket that the engine was given."""
+        data = data.replace(ticket.encode(), b"...") if ticket else data
         said, error = data[:1000].decode(errors="replace"), _error_in(data) or {}
         if 400 <= status < 500 and status != 429:
             reason = str(error.get("message", said))[:300]  # for the log; the client gets the answer itself
@@ -282,17 +283,17 @@ class Engine:
         if not event and len(found) < MOST_UNREAD:
             raise self.fault("garbage", f"sent no event, but {answer.content_type}")
         if error := _error_in(_data(event)):
-            raise self.refusal(_code(error), _data(event))
+            raise self.refusal(_code(error), _data(event), leg.ticket)
         return found
 
-    def failed_at_end(self, end: bytes) -> Refused | None:
+    def failed_at_end(self, end: bytes, ticket: str) -> Refused | None:
         """Return the error that ended a stream, if any. The client has it, but log and metrics need it too."""
         if b"error" not in end and b"abort" not in end:
             return None
         events = reversed(_events(end))
         event = _data(next((each for each in events if each.strip() not in (b"", b"data: [DONE]")), b""))
         error = _error_in(event)
-        return None if error is None else self.refusal(_code(error), event)
+        return None if error is None else self.refusal(_code(error), event, ticket)
 
 
 class Leg:
@@ -513,8 +514,7 @@ class Engines:
                     engine.heard = time.monotonic()
                     if answer.status != 200:
                         data = await engine.whole(answer, MOST_ERROR)
-                        data = data.replace(leg.ticket.encode(), b"...") if leg.ticket else data
-                        raise engine.refusal(answer.status, data, answer.headers.get("Retry-After", ""))
+                        raise engine.refusal(answer.status, data, leg.ticket, answer.headers.get("Retry-After", ""))
                     yield answer
         except aiohttp.ClientConnectorError as exc:
             if exc.errno in OURS:

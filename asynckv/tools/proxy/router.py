@@ -126,6 +126,10 @@ class Loan(Leg):
         is_answered = self.task.done() and not self.task.cancelled() and self.task.exception() is None
         return self.task.result() if is_answered else None
 
+    @property
+    def is_offered(self) -> bool:
+        return self.params is not None and identity_of(self.params) == self.identity
+
     def reads(self) -> None:
         """Note the first piece of the decode leg, which the prefill leg cannot end any more."""
         self.is_read = True
@@ -338,7 +342,7 @@ class Router:
         if tasks := [job.task for job in self._jobs if job.task is not None]:
             await asyncio.wait(tasks, timeout=self._limits.drain_s + GRACE_S)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S):
+            async with asyncio.timeout(LOOKS * LATE_S + GRACE_S):
                 while self._giving:  # those that wait for a prefill are followed by others
                     await asyncio.wait(self._giving)
 
@@ -549,12 +553,11 @@ class Router:
 
     def _prefilled(self, job: Job, loan: Loan) -> None:
         """Let a decode leg that follows go on, or end it if the prefill leg has no offer for it."""
-        is_offered = loan.params is not None and identity_of(loan.params) == loan.identity
-        loan.is_read &= is_offered or not loan.ticket
+        loan.is_read &= loan.is_offered or not loan.ticket
         if job.decoding is not None:
             job.decoding.engine.ahead.discard(loan)
             job.decoding.heard = time.monotonic()  # from now on it can be late
-        if loan.follower is not None and not is_offered:
+        if loan.follower is not None and not loan.is_offered:
             loan.follower.reschedule(0)
 
     async def _follow(self, job: Job) -> web.StreamResponse | None:
@@ -570,6 +573,15 @@ class Router:
         try:
             async with limit:
                 return await self._decode(engine, job, {"do_remote_prefill": True, "asynckv_follow": follow})
+        except EngineFault as fault:
+            if fault.why not in OF_TRANSFER or loan.task.done() or job.stream is not None:
+                raise
+            # It may have heard of the prefill leg's end before us, which then decides; `prefill_s` bounds that.
+            loan.follower = None
+            await asyncio.wait([loan.task])
+            if loan.is_offered:
+                raise
+            return None
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -598,7 +610,7 @@ class Router:
         body |= {"max_output_tokens": 1, "store": False} if job.path == RESPONSES else {"max_tokens": 1}
         body |= {"stream": False, "kv_transfer_params": {"do_remote_decode": True, **ticket}}
         async with self.engines.ask(loan, body) as answer:
-            told = engine.decoded(await engine.whole(answer)).get("kv_transfer_params")
+            told = engine.decoded(await engine.whole(answer), loan.ticket).get("kv_transfer_params")
         self._passed("prefill", job)
         with contextlib.suppress(msgspec.MsgspecError):  # it is not an object
             if params := msgspec.json.decode(told or b"{}", type=Params):
@@ -620,10 +632,11 @@ class Router:
                 piece = await engine.first_event(answer, leg)
                 self._passed("first", job)
             elif is_whole := len(piece := await engine.head(answer)) <= MOST_WHOLE:
-                engine.decoded(piece)
+                engine.decoded(piece, leg.ticket)
                 engine.is_apt |= follows(piece)
             if job.loan is not None:
                 job.loan.reads()
+                engine.ahead.discard(job.loan)
             if is_whole:
                 return web.Response(body=piece, headers=headers)
             job.stream = web.StreamResponse(headers=headers)
@@ -657,7 +670,7 @@ class Router:
                 raise engine.fault("garbage", f"sent an event of more than {MOST_EVENT >> 20} MiB")
             piece = await answer.content.readany()
         if is_stream:
-            job.failure = engine.failed_at_end((end + rest)[-END:])
+            job.failure = engine.failed_at_end((end + rest)[-END:], leg.ticket)
         if rest:
             await response.write(rest)
 
