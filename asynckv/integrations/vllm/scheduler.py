@@ -62,6 +62,7 @@ REPORT_S = 2.0  # for a worker to report that `pull.follow_s` is over, with the 
 CAUSES: Mapping[str, str] = WORDS["computed_locally"]
 """Causes for which a prompt or its end is computed instead of a transfer. Each is logged once, and always counted."""
 
+UNOFFERED = NoOffer("no worker has reported it within pull.follow_s", reason=Reason.NO_OFFER, failed_in="follow")
 FAILED = PullError("a worker could not load it; its log gives the reason")
 FOLLOWING = State.FOLLOWING
 FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
@@ -100,7 +101,6 @@ class SchedulerHalf:
         self._following: dict[str, Queued] = {}  # those that follow a ticket, until vLLM asks for them after the offer
         self._block, self._can_follow = self.shape.largest_block, self._reads and hears_of_workers()
         self._tickets: dict[str, str] = {}  # by id, the tickets that unfinished requests have taken
-        self._unoffered: set[str] = set()  # reasons for no offer that were logged
         self._reclaimed_at = -math.inf
         self._reclaims: list[Order] = []
 
@@ -326,7 +326,7 @@ class SchedulerHalf:
             return
         if num_external > 0 and fetch.errors:
             if fetch.params is None:
-                self._count_unoffered(request, next(iter(fetch.errors.values())))
+                self.tally.failed(UNOFFERED)
             self._failing.append(request.request_id)
             self.spare(request)
         elif num_external > 0 and fetch.state is State.QUEUED:
@@ -342,18 +342,6 @@ class SchedulerHalf:
         """Release what is lent, or will be offered, to a request that needs none of it. The request may be unknown."""
         if request.request_id not in self._erred:
             self.pulls.release(request.request_id)
-
-    def _count_unoffered(self, request: Any, error: Exception) -> None:
-        """Count a load that fails because nothing was offered, and log the first of each reason."""
-        self.tally.unoffered()
-        reason = str(getattr(error, "reason", "") or type(error).__name__)
-        if reason not in self._unoffered:
-            self._unoffered.add(reason)
-            logger.warning(
-                "asynckv: request %s follows a ticket, and was offered no KV (%s): %s. Further requests are only "
-                "counted (failed_pulls, cause no_offer)",
-                *(shown(request.request_id), reason, error),
-            )
 
     # -- steps --------------------------------------------------------------------------------------
 
@@ -399,12 +387,12 @@ class SchedulerHalf:
 
     def _end_follows(self, now: float) -> None:
         """Refuse requests that no worker has reported in time, because a sleep or a lost rank may take the report."""
-        limit_s = self.options.pull.follow_s
-        while now - (oldest := next(iter(self._following.values()))).since >= limit_s + REPORT_S:
+        limit_s = self.options.pull.follow_s + REPORT_S
+        while now - (oldest := next(iter(self._following.values()))).since >= limit_s:
             name = oldest.request.request_id
-            if (fetch := self.pulls.get(name)) is not None and fetch.params is None and not fetch.errors:
-                words = f"no offer came within pull.follow_s {limit_s:g} s, and no worker reported the end"
-                self.pulls.refuse(name, NoOffer(words, request_id=name, reason=Reason.NO_OFFER, failed_in="follow"))
+            if oldest.fetch.params is None and not oldest.fetch.errors:
+                logger.warning("asynckv: request %s follows a ticket: %s", shown(name), UNOFFERED)
+                self.pulls.refuse(name, UNOFFERED)
             oldest.since, self._following[name] = now, self._following.pop(name)
 
     def reported(self, reports: FollowReports) -> None:

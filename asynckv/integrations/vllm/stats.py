@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from asynckv.core.types import Reason
 from asynckv.integrations.vllm.compat import KVConnectorPromMetrics, KVConnectorStats
 from asynckv.integrations.vllm.options import WORDS
 from asynckv.results import PullResult
@@ -139,9 +138,6 @@ class SchedulerTally(Tally):
     def ends_row(self) -> None:
         """Begin the count in a row anew: a router asked for a transfer, which junk of a client does not."""
         self._total.in_a_row, self._total.in_a_row_s = 0, 0.0
-
-    def unoffered(self) -> None:
-        self._count("failed", Reason.NO_OFFER)
 
     def _count(self, kind: str, cause: str) -> None:
         super()._count(kind, cause)
