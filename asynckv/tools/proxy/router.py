@@ -576,10 +576,10 @@ class Router:
         except EngineFault as fault:
             if fault.why not in OF_TRANSFER or loan.task.done() or job.stream is not None:
                 raise
-            # It may have heard of the prefill leg's end before us, which then decides; `prefill_s` bounds that.
+            # It may have heard of the prefill leg's end a little before us, which then decides.
             loan.follower = None
-            await asyncio.wait([loan.task])
-            if loan.is_offered:
+            await asyncio.wait([loan.task], timeout=LOOKS * LATE_S)
+            if loan.is_offered or not loan.task.done():
                 raise
             return None
         except TimeoutError:
