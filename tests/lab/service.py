@@ -1169,8 +1169,8 @@ class Service(Stage):
             self._lend_again(rank, lent)
             process.call_at(process.now + self.rng.random() * 4.0, self._lend_again, rank, lent)
             self._in_time(rank, holder)
-            self._lease_over(rank, holder, end)
             self.world.at(process.now, partial(self._ended, rank, lent, process, end.cause))
+            self._lease_over(rank, holder, end)
 
         process.loop.create_task(wait())
         return None
