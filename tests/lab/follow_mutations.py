@@ -345,20 +345,6 @@ def a_cached_prompt_is_followed_no_more(patch: pytest.MonkeyPatch) -> None:
 
 
 @inside()
-def a_dead_rank_takes_its_follows_along(patch: pytest.MonkeyPatch) -> None:
-    """A rank in the place of one that died follows nothing."""
-    honest = DecodeLedger.rank_joined
-
-    def rank_joined(self: DecodeLedger, rank: int) -> None:
-        before = set(self._orders)
-        honest(self, rank)
-        for number in set(self._orders) - before:
-            del self._orders[number]
-
-    patch.setattr(DecodeLedger, "rank_joined", rank_joined)
-
-
-@inside()
 def a_refusal_of_one_rank_is_passed_over(patch: pytest.MonkeyPatch) -> None:
     """A scheduler waits on for a request that a rank is not offered."""
     patch.setattr(DecodeLedger, "not_offered", lambda ledger, rank, failed: None)

@@ -133,11 +133,14 @@ def test_ranks_are_honest_but_for_their_bug() -> None:
 
 SEEN = {
     "a_cached_prompt_is_followed_no_more": 25,
-    "a_dead_rank_takes_its_follows_along": 21,
     "a_dropped_request_keeps_its_ticket": 4,
     "a_follower_that_is_forgotten": 16,
+    "a_lost_question_is_not_repeated": 143,
+    "a_refusal_of_one_rank_is_passed_over": 167,
     "a_second_loan_under_a_ticket": 28,
     "a_withdrawn_request_keeps_its_ticket": 47,
+    "each_rank_pulls_by_its_own_offer": 87,
+    "late_offers_are_kept": 326,
     "no_claim_before_there_are_blocks": 16,
     "what_is_revoked_is_offered": 71,
 }
