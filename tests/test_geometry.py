@@ -118,7 +118,7 @@ def is_covered(local: Rank, remotes: list[Rank]) -> bool:
 
 
 @given(data=st.data())
-@settings(max_examples=120)
+@settings(max_examples=80)
 def test_every_byte_is_where_it_belongs_and_no_other_is_touched(data: st.DataObject) -> None:
     layers = data.draw(models())
     tokens = data.draw(st.integers(0, 30), label="tokens")

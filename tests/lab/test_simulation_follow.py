@@ -24,7 +24,7 @@ def run(seed: int, **options: Any) -> Outcome:
 
 
 def test_services_with_followed_requests_keep_every_promise() -> None:
-    found = simulate_many(range(60), FOLLOW_FAULTS, make=make_follow_script)
+    found = simulate_many(range(40), FOLLOW_FAULTS, make=make_follow_script)
     assert found.violations == {}
     ends = ("no_offer", "withdrawn", "expired", "engine_closed", "restarted", "peer_lost", "cancelled", "EngineClosed")
     # It was no walk in the park.
@@ -97,12 +97,12 @@ def test_a_seed_stands_for_its_usual_service_and_for_faults_at_every_moment() ->
 
 def test_a_lost_offer_is_made_again() -> None:
     counts = simulate(2, FOLLOW_FAULTS, make=make_follow_script).counts
-    for seed in range(40):
+    for seed in range(20):
         script = make_follow_script(seed, MESSAGES)
         found = play(replace(script, faults=tuple(f for f in script.faults if f.kind == "offer_loss")))
         assert found.violation == ""
         counts += found.counts
-    assert counts["follow.received"] > 50
+    assert counts["follow.received"] > 25
 
 
 def digest(seed: int) -> str:
