@@ -105,7 +105,7 @@ def _latencies(found: dict[str, Any]) -> Part:
     if not number:
         return Part([("nothing was read", *[""] * 4)], _HEAD)
     clocks = [(f"from the {found['schedule']['clock']}", found["latency_s"])]
-    if found["config"].get("follow"):
+    if found["announced_s"]["max"]:
         clocks.append(("  if announced before", found["announced_s"]))
     if found["config"]["arrivals"] != "closed":
         clocks.append(("from the call of pull", found["pull_s"]))
