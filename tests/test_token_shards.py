@@ -109,9 +109,9 @@ def test_every_token_is_where_vllm_has_it_and_no_other_byte_is_touched(pair: dic
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @given(pair=pairs())
-@settings(max_examples=int(os.environ.get("ASYNCKV_PAIRS", "10000")), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=int(os.environ.get("ASYNCKV_PAIRS", "3000")), suppress_health_check=[HealthCheck.too_slow])
 def test_every_token_is_where_vllm_has_it_in_very_many_pairs(pair: dict[str, Any]) -> None:
-    """By default a tenth of the pairs that are run before a release, with `ASYNCKV_PAIRS=100000`."""
+    """By default some of the pairs that are run before a release, with `ASYNCKV_PAIRS=100000`."""
     judge(pair)
 
 
