@@ -278,6 +278,7 @@ def test_followed_requests_are_compared_with_announced_ones() -> None:
     result = report.make(options(follow=True), found)
     assert (result["latency_s"]["max"], result["announced_s"]["max"], result["schedule"]["clock"]) == (0.2, 0.1, "loan")
     assert re.search(r"from the loan +200.00 ms.*\n +if announced before +100.00 ms", shown(result))
+    assert "announced before" not in shown(report.make(options(follow=True), good()))
 
 
 def test_every_submitted_request_is_in_a_count_when_a_half_dies() -> None:

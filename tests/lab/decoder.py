@@ -266,6 +266,14 @@ class Decoder:
             self.processes[index] = process
             self.ledger.rank_joined(index)
             self.step()
+            queued = [each.fetch for each in self.followed.values()]
+            process.call_at(self.world.now + 2 * STEP_S, self._follows, index, process, queued)
+
+    def _follows(self, index: int, process: Process, queued: Sequence[Fetch]) -> None:
+        """A rank in the place of one that died follows what its engine follows."""
+        missed = [x.name for x in queued if x.state is State.FOLLOWING and (process, x.name) not in self.followings]
+        if missed and self.processes[index] is process:
+            self.world.violate(f"{self.ranks[index].name} does not follow {missed}")
 
     def _report(self, index: int, process: Process, finished: Finished) -> None:
         self._untaken.append((index, process, finished))

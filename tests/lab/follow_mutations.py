@@ -14,9 +14,10 @@ from asynckv.core.follows import Follows
 from asynckv.core.lease import LeaseState
 from asynckv.core.offers import Offers
 from asynckv.core.parking import Parking
+from asynckv.core.rank import RankCore
 from asynckv.core.types import FollowParams, Reason, decode_params
 from asynckv.core.wire import Follow, Offered, decode_offer, encode_offer
-from asynckv.embed import Cancel
+from asynckv.embed import Announce, Cancel
 from asynckv.embed.ledgers import DecodeLedger, PrefillLedger
 from tests.lab.mutations import LONG, Plant, configured
 from tests.lab.rigged import Rank, Rigged, Said
@@ -272,14 +273,7 @@ PLANTED["params_of_another_engine_taken"] = PLANTED.pop("_misled")
 @inside()
 def late_offers_are_kept(patch: pytest.MonkeyPatch) -> None:
     """What is offered too late is not released by the rank that is offered it."""
-    honest = Follows._take
-
-    def take(self: Follows, *args: Any) -> None:
-        on_late, self.on_late = self.on_late, lambda *_: None
-        honest(self, *args)
-        self.on_late = on_late
-
-    patch.setattr(Follows, "_take", take)
+    patch.setattr(RankCore, "_release_late", lambda core, following, now: None)
 
 
 # -- schedulers --------------------------------------------------------------------------------------------------------
@@ -311,37 +305,39 @@ def each_rank_pulls_by_its_own_offer(rank: Rank) -> None:
     engine._offer_of, engine.announce, engine._begin_pull = offer_of, announce, begin_pull
 
 
+def ordering_no(kind: type, honest: Callable[..., None]) -> Callable[..., None]:
+    """Return a method of a decode ledger that makes no order of a kind, and else does what the honest one does."""
+
+    def method(self: DecodeLedger, *args: Any) -> None:
+        before = set(self._orders)
+        honest(self, *args)
+        self._orders = {n: x for n, x in self._orders.items() if n in before or not isinstance(x, kind)}
+
+    return method
+
+
 @inside()
 def no_claim_before_there_are_blocks(patch: pytest.MonkeyPatch) -> None:
     """A request that was offered is not announced."""
-    honest = DecodeLedger._take_offer
-
-    def take_offer(self: DecodeLedger, fetch: Any, params: Any) -> None:
-        honest(self, fetch, params)
-        self._orders.pop(fetch.announcement, None)
-
-    patch.setattr(DecodeLedger, "_take_offer", take_offer)
+    patch.setattr(DecodeLedger, "_take_offer", ordering_no(Announce, DecodeLedger._take_offer))
 
 
 @inside()
 def offers_that_nobody_needs_are_kept(patch: pytest.MonkeyPatch) -> None:
     """A scheduler lets the other ranks of its engine keep what one was offered too late."""
-    honest = DecodeLedger.offered
-
-    def offered(self: DecodeLedger, rank: int, offer: Any) -> None:
-        before = set(self._orders)
-        honest(self, rank, offer)
-        for number in set(self._orders) - before:
-            if isinstance(self._orders[number], Cancel):
-                del self._orders[number]
-
-    patch.setattr(DecodeLedger, "offered", offered)
+    patch.setattr(DecodeLedger, "offered", ordering_no(Cancel, DecodeLedger.offered))
 
 
 @inside()
 def a_cached_prompt_is_followed_no_more(patch: pytest.MonkeyPatch) -> None:
     """Nobody releases what is offered for a prompt that is cached whole."""
     patch.setattr(DecodeLedger, "release", DecodeLedger.cancel)
+
+
+@inside()
+def a_dead_rank_takes_its_follows_along(patch: pytest.MonkeyPatch) -> None:
+    """A rank in the place of one that died follows nothing."""
+    patch.setattr(DecodeLedger, "rank_joined", ordering_no(object, DecodeLedger.rank_joined))
 
 
 @inside()

@@ -122,15 +122,15 @@ def test_readers_look_twice_in_a_third_of_all_scripts_and_bytes_change_in_no_oth
 
 def test_no_look_finds_a_difference_where_nothing_changes_what_is_lent() -> None:
     counts = Counter[str]()
-    for seed in range(120):
+    for seed in range(200):
         script = make_script(seed, [kind for kind in FAULTS if kind not in CHANGED])
         if script.looks is not None and script.goes_on:
             found = play(script)
             assert found.violation == ""
             counts += found.counts
-    assert counts["writes.behind"] > 600
+    assert counts["writes.behind"] > 1000
     assert counts["recall.moving"] > 0
-    assert counts["pull.complete"] > 60
+    assert counts["pull.complete"] > 100
     assert counts["pull.differs"] == 0
 
 
@@ -186,7 +186,7 @@ SEEN = {
     "early_releases_below_the_newest_are_lost": 26,
     "expiry_breaks_promises": 8,
     "failed_announcements_are_final": 12,
-    "frees_before_it_drained": 14,
+    "frees_before_it_drained": 22,
     "gaps_are_closed_by_forgetting_what_was_lent": 77,
     "gaps_are_kept_without_end": 14,
     "grants_are_believed_late": 71,
@@ -296,7 +296,7 @@ def test_many_more_services_keep_every_promise() -> None:
 
 def test_a_violation_is_minimised(monkeypatch: pytest.MonkeyPatch) -> None:
     rigged = doors("frees_before_it_drained", monkeypatch)
-    seeds = (22, *range(50))  # its script has few faults
+    seeds = (SEEN["frees_before_it_drained"], *range(50))
     script = next(s for s in map(make_script, seeds) if play(s, rigged).violation)
     padded = replace(script, faults=(*script.faults, Fault("delay", 0.1, 0.1, ("p0",), 0.1)))
     small = minimise(padded, doors=rigged)
