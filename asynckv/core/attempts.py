@@ -1,11 +1,14 @@
 """One request over its attempts: whether another attempt follows, when, and which ranks hear that none does.
 
-    TRYING -> PAUSING -> TRYING ...
-         \\_______\\-> OVER
+    EARLY -> PAUSING -> TRYING -> PAUSING ...
+        \\_______\\________\\-> OVER
 
 Every attempt is a pull with its own id. It begins once nothing of the attempt before it can write the blocks any more,
 so a late first attempt can neither complete nor overwrite the second. While an attempt may follow, the prefill ranks
 keep the request lent to this reader; `discharge` says when they must hear that none follows.
+
+A request with a head start begins early, with pieces of what is still computed (`core/head_start.py`). Then its first
+attempt waits for the piece that is being read, as another attempt waits for the one before.
 
 `RankCore` begins the attempts, and its timers wake a request that pauses. The engine tells the `Waiter` what the outbox
 says of the request.
@@ -19,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
+from asynckv.core.head_start import HeadStart
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Reason, impossible
 from asynckv.geometry.bounds import NULL
@@ -32,12 +36,14 @@ MAX_PAUSE_S = 2.0
 
 
 class RequestState(enum.StrEnum):
+    EARLY = "early"  # it takes pieces, and its params are not known yet
     TRYING = "trying"
     PAUSING = "pausing"  # the next attempt may not begin yet, or the last one may still write its blocks
     OVER = "over"
 
 
 class RequestEvent(enum.StrEnum):
+    KNOWN = "known"  # the params of the whole have come
     ENDED = "ended"  # an attempt has ended, well or not, and none follows
     FAILED_FOR_NOW = "failed_for_now"  # an attempt failed, and another may succeed
     TIME = "time"  # the pause is over, and the blocks are free
@@ -46,6 +52,7 @@ class RequestEvent(enum.StrEnum):
 
 S, E = RequestState, RequestEvent
 ON_EVENT: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
+    S.EARLY: {E.KNOWN: S.PAUSING, E.GIVEN_UP: S.OVER},
     S.TRYING: {E.ENDED: S.OVER, E.FAILED_FOR_NOW: S.PAUSING},
     S.PAUSING: {E.TIME: S.TRYING, E.GIVEN_UP: S.OVER},
     S.OVER: {},
@@ -80,11 +87,13 @@ class Request:
     begun_at: float
     state: RequestState = S.TRYING
     attempts: int = 1
-    pull: Pull | None = None  # the last attempt
+    pull: Pull | None = None  # the last attempt, or before the first one the newest piece
     next_at: float = math.inf
     stopped: Reason | None = None  # why no attempt may follow, once the request was stopped
     refusal: Exception | None = None  # why the next attempt could not begin
     waiter: Waiter[Request] | None = None
+    head: HeadStart | None = None
+    is_known: bool = True  # False while its params are those of a piece
     scheduled_at: float = math.inf
 
     @property
@@ -105,8 +114,12 @@ class Request:
     def discharge(self) -> Reason | None:
         """Return the reason to give the prefill ranks if they expect another attempt, and none follows; else None."""
         pull = self.pull
-        if self.state is not S.OVER or pull is None or not self.was_promised or not self.wanted.is_last:
-            return None  # the ranks expect nothing, or the caller itself may try again
+        if self.state is not S.OVER or not self.is_known or not self.wanted.is_last:
+            return None  # nothing was lent to it, or the caller itself may try again
+        if not self.attempts:
+            return self.stopped or Reason.TIMEOUT
+        if pull is None or not self.was_promised:
+            return None  # the ranks expect nothing
         return self.stopped or (pull.reason if self.refusal is None else Reason.UNPLANNABLE)
 
     # -- events ------------------------------------------------------------------------------------
@@ -130,17 +143,23 @@ class Request:
     def time(self, now: float) -> None:
         """Begin the next attempt once the pause is over and the blocks are back; give up if none may begin any more."""
         after, pull = self._allow(E.TIME), self.pull
-        assert pull is not None
         # The end of the last attempt may come late, and no attempt begins once its caller has stopped waiting.
-        is_hopeless = now >= self.deadline or (pull.is_retired and not pull.is_returned)
+        is_hopeless = now >= self.deadline or (pull is not None and pull.is_retired and not pull.is_returned)
         if self.stopped is not None or is_hopeless:
             self.state = self._allow(E.GIVEN_UP)
-        elif now >= self.next_at and pull.is_returned:
+        elif now >= self.next_at and self.is_free:
             self.state, self.attempts = after, self.attempts + 1
+
+    def known(self, wanted: PullRequest, retries: int, deadline: float, now: float) -> None:
+        """Go on from pieces to the whole request, with its params."""
+        self.state, self.is_known = self._allow(E.KNOWN), True
+        self.wanted, self.retries, self.deadline, self.begun_at, self.next_at = wanted, retries, deadline, now, now
 
     def stop(self, reason: Reason, *, is_last: bool = False) -> None:
         """Let no other attempt follow; with `is_last` the caller makes none either, whatever was said before."""
         self.stopped = self.stopped or reason
+        if self.state is S.EARLY:
+            self.state = self._allow(E.GIVEN_UP)
         if is_last:
             self.wanted = replace(self.wanted, is_last=True)
 

@@ -75,6 +75,8 @@ class _Transfer:
             self.peer.asks.pace.note(is_first=self.is_packed, num_bytes=self.read.num_bytes, seconds=seconds)
 
 
+_TAKEN_BACK = frozenset({Reason.UNKNOWN, Reason.REVOKED})  # refusals of the claim of a piece that its owner has ended
+
 Answer = wire.Ack | wire.Granted | wire.NotYet | wire.Refused | wire.Packed
 _ANSWERS = get_args(Answer)
 
@@ -137,14 +139,16 @@ class DecodeSide:
         if pull.pull_id in self.pulls:
             pull.arrival = next(self._arrivals)  # an announced pull queues from the moment that it has blocks
         else:
-            if pull.request_id in self.by_request:
-                raise LocalProtocolError(
-                    f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
-                )
-            self.pulls[pull.pull_id] = self.by_request[pull.request_id] = pull
+            if pull.kind is not KIND.PIECE:
+                if pull.request_id in self.by_request:
+                    raise LocalProtocolError(
+                        f"request {pull.request_id!r} is being pulled already; cancel it or wait for its outcome first"
+                    )
+                self.by_request[pull.request_id] = pull
+                if pull.kind is not KIND.DISCHARGE:
+                    self._outbox.counters["pulls.started"] += 1
+            self.pulls[pull.pull_id] = pull
             pull.arrival = pull.number = next(self._arrivals)
-            if pull.kind is not KIND.DISCHARGE:
-                self._outbox.counters["pulls.started"] += 1
             if ready is None:
                 self._to_meet[pull] = None
                 self.meet_waiting(now, pull)
@@ -298,7 +302,8 @@ class DecodeSide:
             if isinstance(read, Look):
                 place = self._places.take(transfer_id, peer.place)
                 return PostRead(transfer_id, peer.agent_name, replace(read, place=place), pull)
-            if not (read.table.pack_bytes and read.num_bytes >= self._least_packed and can_ask(read)):
+            may_ask = pull.kind is not KIND.PIECE and read.table.pack_bytes  # a piece has no grant while it is read
+            if not (may_ask and read.num_bytes >= self._least_packed and can_ask(read)):
                 return PostRead(transfer_id, peer.agent_name, read, pull)
             self.transfers[transfer_id].beside = len(peer.transfers)
             if not peer.asks.may_ask(now):
@@ -386,6 +391,9 @@ class DecodeSide:
             effects = pull.ended(source, transfer_ended, read_bytes, detect_s, now)
             # The pull has to be woken earlier only if it sends something, or has failed.
             self._carry_out(pull, effects, now, wakes=pull.failure is not None or DO.SEND in effects)
+            if pull.kind is KIND.PIECE and pull.state is P.CONFIRMING and pull.lists is not None:
+                # Ask for the next piece in the packet that claims this one. If the claim is refused, it asks anew.
+                self._ask_on(pull.request_id, pull.lists.num_tokens, now)
             if pull.reason is not None and not pull.is_over:
                 self._let_go(pull, source, now)
         if transfer.is_packed and ending is not ENDING.IN_DOUBT and pull.reason is None:  # else its release says it
@@ -678,11 +686,14 @@ class DecodeSide:
         self.started.discard(pull.pull_id)
         if self.by_request.get(pull.request_id) is pull:
             del self.by_request[pull.request_id]
-        if pull.kind is not KIND.DISCHARGE:
-            self._outbox.counters[f"pulls.{pull.reason}"] += 1
         self._outbox.commands.append(PullReached(pull, M.ENDED))
-        if isinstance(pull.owner, Request):
-            self._attempt_ended(pull, pull.owner, now)
+        if pull.kind is KIND.PIECE:
+            self._piece_ended(pull, now)
+        else:
+            if pull.kind is not KIND.DISCHARGE:
+                self._outbox.counters[f"pulls.{pull.reason}"] += 1
+            if isinstance(pull.owner, Request):
+                self._attempt_ended(pull, pull.owner, now)
         effects: list[Effect] = []
         for source in pull.sources:
             peer = self.peers.by_place.get(source.rank.place)
@@ -721,13 +732,32 @@ class DecodeSide:
         else:
             self._timers.wake(request, now)
 
+    def _piece_ended(self, pull: Pull, now: float) -> None:
+        """Count a piece that was read, or ask for another; without one the request's pull reads it all."""
+        request, reason = pull.owner, pull.reason
+        self._outbox.counters[f"pieces.{reason}"] += 1
+        if not isinstance(request, Request) or request.head is None:
+            return
+        if reason is Reason.COMPLETE:
+            request.head.took(pull.params, pull.measures.num_bytes)
+        else:
+            request.head.waiting = None
+            if reason is Reason.DIFFERS:
+                request.stop(Reason.DIFFERS)  # the request names the same blocks
+            self._ask_on(pull.request_id, request.head.have if reason in _TAKEN_BACK else -1, now)
+        self._timers.wake(request, now)
+
+    def _ask_on(self, request_id: RequestId, have: int, now: float) -> None:
+        if (following := self.follows.by_request.get(request_id)) is not None:
+            self.follows.ask(following, have, now)
+
     def _blocks_settled(self, pull: Pull, now: float) -> None:
         """Pass on to a pull's request that the blocks have returned after the outcome, or are given up."""
         request = pull.owner
         if not isinstance(request, Request) or request.pull is not pull:
             return
         if self.between.get(pull.request_id) is request:
-            self._timers.wake(request, now)
+            self._timers.wake(request, now)  # also of a piece, behind which the request waits
         elif request.state is RequestState.OVER and not (pull.is_returned and pull.is_retired):  # else given up before
             self._outbox.commands.append(RequestReached(request, M.RETIRED if pull.is_retired else M.RETURNED))
 

@@ -14,6 +14,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from asynckv.core.attempts import Waiter
 from asynckv.core.notes import History
@@ -52,6 +53,11 @@ ON_EVENT: Mapping[FollowState, Mapping[FollowEvent, FollowState]] = {
 """The events that each state takes, and where each leads. Any other event raises before anything has changed."""
 
 
+class Follower(Waiter["Following"], Protocol):
+    def offered(self, following: Following, piece: KVTransferParams) -> None:
+        """Take the first piece, for which the request needs blocks."""
+
+
 @dataclass(slots=True, eq=False)
 class Following:
     """One ticket that this rank follows. `reason` and `detail` say why it ended without an offer."""
@@ -68,7 +74,8 @@ class Following:
     params: KVTransferParams | None = None
     reason: Reason | None = None
     detail: str = ""
-    waiter: Waiter[Following] | None = None
+    waiter: Follower | None = None
+    have: int = -1  # what it tells its rank (`Follow.have`)
     nonces: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_NONCES))
     retry_at: float = math.inf
     pause_s: float = 0.0

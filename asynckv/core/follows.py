@@ -31,7 +31,8 @@ class Follows:
         self.by_request: dict[RequestId, Following] = {}
         self.by_id: dict[PullId, Following] = {}
         self.on_late: Callable[[Following, float], None] = lambda *_: None
-        """Releases what was offered too late. `RankCore` sets it."""
+        self.on_piece: Callable[[Following, KVTransferParams, float], None] = lambda *_: None
+        """Releases what was offered too late, and takes a piece. `RankCore` sets both."""
         self._by_ticket: dict[str, Following] = {}
         self._left: OrderedDict[str, Following] = OrderedDict()
         self._config, self._outbox, self._timers, self._nonces, self._peers = config, outbox, timers, nonces, peers
@@ -90,6 +91,7 @@ class Follows:
     def spare(self, following: Following) -> None:
         """End a following for its caller, but follow on, and release what is offered."""
         following.receive(E.SPARE)
+        following.have = -1
         del self.by_request[following.request_id]
         self._tell_end(following, Reason.CANCELLED, "what it is offered is released")
 
@@ -112,15 +114,27 @@ class Follows:
             return following  # its successor answers, and only the asked rank has seen the nonce
         elif following.rank.place[1] != sender:
             self._outbox.counters["dropped.foreign_answer"] += 1
-        elif offered.reason is None and (following.is_open or following.state is S.ENDED):
+        elif offered.is_piece and following.state is S.FOLLOWING:
+            if (piece := self._params(following, offered, now)) is not None:
+                # The rank knows of the follower no more. It asks again with what it has by then, or after this pause.
+                following.pause_s = MAX_CLAIM_PAUSE_S
+                following.retry_at = now + MAX_CLAIM_PAUSE_S
+                self.on_piece(following, piece, now)
+        elif offered.reason is None and not offered.is_piece and (following.is_open or following.state is S.ENDED):
             self._take(following, offered, now)
         elif offered.reason is not None and following.is_open:
             text = offered.detail or f"{following.rank.name} lends it no more, or never"
             self.end(following, offered.reason, text, now, tells=False)
         return None
 
-    def _take(self, following: Following, offered: Offered, now: float) -> None:
-        target, was_open = following.target, following.is_open
+    def ask(self, following: Following, have: int, now: float) -> None:
+        """Ask on, now that this rank has the first `have` tokens; with -1 for the request alone."""
+        following.have, following.pause_s = have, 0.0
+        self._send(following, now)
+
+    def _params(self, following: Following, offered: Offered, now: float) -> KVTransferParams | None:
+        """Return what was offered; None, and the end of the following, if that cannot be right."""
+        target = following.target
         try:
             params = decode_offer(offered)
             said = params.engine_id, params.tp_size, params.pp_size, params.num_token_shards, set(params.endpoints)
@@ -128,8 +142,14 @@ class Follows:
             if said != asked:
                 raise RemoteProtocolError(f"{following.rank.name} offered params of another engine or of other ranks")
         except RemoteProtocolError as exc:
-            if was_open:
+            if following.is_open:
                 self.end(following, Reason.WRONG_TARGET, str(exc), now)
+            return None
+        return params
+
+    def _take(self, following: Following, offered: Offered, now: float) -> None:
+        was_open, params = following.is_open, self._params(following, offered, now)
+        if params is None:
             return
         following.receive(E.OFFER)
         following.params, is_late = params, following.state is S.LATE
@@ -172,7 +192,7 @@ class Follows:
         following.nonces.append(nonce := next(self._nonces))
         following.pause_s = min(2 * following.pause_s, MAX_CLAIM_PAUSE_S) or self._config.claim_retry_s
         following.retry_at = now + following.pause_s
-        message = Follow(following.target.ticket, nonce, following.cohort)
+        message = Follow(following.target.ticket, nonce, following.cohort, following.have)
         self._outbox.send(*following.rank.place, message)
         self._timers.wake(following, min(following.deadline, following.retry_at))
 

@@ -9,26 +9,53 @@ ticket to one prefill rank. What the rank knows of the ticket decides the answer
 - **unknown**: the ticket may be ahead of its request, so the follower is parked like an early claim.
 
 An offer only tells params. The lease judges claims as if they had come through a router.
+
+While a request with a ticket is computed, its finished chunks can be lent as *pieces*. Only a follower that says what it
+has is offered one, and a rank lends them to one cohort. A piece holds nothing: its owner takes all pieces of a ticket
+back in one call, and they never outlive the request's loan. A follower reads a piece, and then claims it. A granted
+claim proves the read (`core/source.py`), because an ended piece grants nothing.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass, field
 
 from msgspec import Raw
 
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.limits import remember
-from asynckv.core.outbox import Outbox
+from asynckv.core.outbox import Outbox, TicketFollowed
 from asynckv.core.parking import AT_ONCE, ParkedMessage, Parking
 from asynckv.core.types import Key, KVTransferParams, Reason, ReplyTo
 from asynckv.core.wire import Follow, Offered, Unfollow, encode_offer
+
+MAX_PIECES = 256  # pieces of one ticket; the rest of its request comes with its loan
+
+
+@dataclass(slots=True)
+class Pieces:
+    """The pieces of one ticket, in the order in which they were lent, and the cohort that is offered them."""
+
+    lent: list[tuple[Lease, KVTransferParams]] = field(default_factory=list)
+    cohort_id: str = ""
+
+    def behind(self, follow: Follow) -> KVTransferParams | None:
+        """Return the newest piece that a follower can add to what it has, without a gap."""
+        self.cohort_id = self.cohort_id or follow.cohort.id
+        for _, params in reversed(self.lent if self.cohort_id == follow.cohort.id else ()):
+            if max(runs.first_token for runs in params.groups if runs.runs) <= follow.have < params.num_tokens:
+                return params
+        return None
 
 
 class Offers:
     def __init__(self, parking: Parking, outbox: Outbox, max_ended: int) -> None:
         self.lent: dict[str, tuple[Lease, Raw]] = {}
         self.tickets: dict[Key, str] = {}  # of the same requests
+        self.pieces: dict[Key, Lease] = {}  # no timer wakes these
+        self.unread: dict[str, Lease] = {}  # the newest piece of each ticket, until all its readers were granted it
+        self._pieces: dict[str, Pieces] = {}
         self._ended: OrderedDict[str, Reason] = OrderedDict()
         self._parking, self._outbox, self._max_ended = parking, outbox, max_ended
 
@@ -50,20 +77,61 @@ class Offers:
             remember(self._ended, ticket, Reason.WITHDRAWN, self._max_ended)
             for parked in self._parking.take(ticket):
                 self._answer(parked)
+            self.end_pieces(ticket)
+
+    def lend_piece(self, ticket: str, lease: Lease, params: KVTransferParams) -> None:
+        """Offer a piece of a request that is still computed. It is nothing if the request has ended, or was lent."""
+        if ticket in self.lent or ticket in self._ended:
+            return
+        pieces = self._pieces.setdefault(ticket, Pieces())
+        if len(pieces.lent) >= MAX_PIECES:
+            return
+        self._outbox.counters["pieces.lent"] += 1
+        pieces.lent.append((lease, params))
+        self.pieces[lease.lent.key] = self.unread[ticket] = lease
+        for place, parked in list(self._parking.by_key.get(ticket, {}).items()):
+            if isinstance(parked.message, Follow) and self._piece_behind(parked.message) is not None:
+                self._parking.drop(ticket, place)
+                self._answer(parked)
+        self._tell_if_followed(ticket)  # a follower that can take nothing of this one waits on for the next
+
+    def end_pieces(self, ticket: str) -> None:
+        """Take back all pieces of a ticket: when this returns, no claim of them is granted any more."""
+        self.unread.pop(ticket, None)
+        for lease, _ in self._pieces.pop(ticket, Pieces()).lent:
+            self.pieces.pop(lease.lent.key, None)
+
+    def end_all_pieces(self) -> None:
+        for ticket in list(self._pieces):
+            self.end_pieces(ticket)
+
+    def piece_granted(self, lease: Lease) -> None:
+        """Note that a reader has a piece. Once all have it, nothing of the ticket is read before the next one."""
+        if len(lease.attempts) >= lease.num_readers:
+            for ticket in [ticket for ticket, newest in self.unread.items() if newest is lease]:
+                del self.unread[ticket]
+
+    def is_followed(self, ticket: str) -> bool:
+        """Return True if a follower waits for a piece."""
+        parked = [each.message for each in self._parking.by_key.get(ticket, {}).values()]
+        return any(isinstance(message, Follow) and message.have >= 0 for message in parked)
 
     def lease_ended(self, key: Key, reason: Reason) -> None:
         ticket = self.tickets.pop(key)
         del self.lent[ticket]
+        self.end_pieces(ticket)
         remember(self._ended, ticket, reason, self._max_ended)
 
     # -- messages ----------------------------------------------------------------------------------
 
     def follow(self, message: Follow, reply_to: ReplyTo, sender: str, now: float, proven: str, closed_as: str) -> None:
         known = message.ticket in self.lent or message.ticket in self._ended
-        if known or closed_as:
+        if known or closed_as or self._piece_behind(message) is not None:
             self._answer(ParkedMessage(message, reply_to, sender, now, proven), closed_as)
         elif not self._parking.park(message.ticket, "", message, reply_to, sender, now, proven):
             self._outbox.counters["parked.refused"] += 1
+        else:
+            self._tell_if_followed(message.ticket)
 
     def unfollow(self, message: Unfollow, reply_to: ReplyTo, sender: str) -> None:
         self._parking.drop(message.ticket, ("", sender, reply_to), message.nonce)
@@ -76,7 +144,11 @@ class Offers:
         follow = parked.message
         assert isinstance(follow, Follow)
         lease, params = self.lent.get(follow.ticket, (None, None))
-        if lease is not None and params is not None and lease.state is LeaseState.LENT:
+        piece = None if lease is not None or closed_as else self._piece_behind(follow)
+        if piece is not None:
+            self._outbox.counters["pieces.offered"] += 1
+            answer = Offered(follow.ticket, follow.nonce, encode_offer(piece), is_piece=True)
+        elif lease is not None and params is not None and lease.state is LeaseState.LENT:
             self._outbox.counters["offers.made"] += 1
             lease.offers = (lease.offers or 0) + 1
             answer = Offered(follow.ticket, follow.nonce, params)
@@ -86,3 +158,11 @@ class Offers:
             self._outbox.counters[f"offers.refused.{reason}"] += 1
             answer = Offered(follow.ticket, follow.nonce, reason=reason, detail=detail)
         self._outbox.send(parked.reply_to, parked.sender, answer)
+
+    def _piece_behind(self, follow: Follow) -> KVTransferParams | None:
+        pieces = self._pieces.get(follow.ticket) if follow.have >= 0 else None
+        return None if pieces is None else pieces.behind(follow)
+
+    def _tell_if_followed(self, ticket: str) -> None:
+        if self.is_followed(ticket):
+            self._outbox.commands.append(TicketFollowed(ticket))

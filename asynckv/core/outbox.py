@@ -21,7 +21,7 @@ from asynckv.core.lease import Lease
 from asynckv.core.notes import Note
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
-from asynckv.core.types import Address, ReplyTo, TransferId
+from asynckv.core.types import Address, KVTransferParams, ReplyTo, TransferId
 from asynckv.core.wire import MAJOR, MAX_DETAIL, MAX_MESSAGES, SOFT_PACKET, Message, Packet, Refused, Release, Unwelcome
 from asynckv.geometry.gather import Gathered
 from asynckv.geometry.look import Look
@@ -89,10 +89,18 @@ class RequestReached(Struct, frozen=True):
 
 
 class FollowReached(Struct, frozen=True):
-    """A following has ended, with an offer or without; or an offer came after that."""
+    """A following has ended, with an offer or without, or an offer came after that; or it was offered its first piece,
+    and goes on."""
 
     following: Following
     is_late: bool = False
+    piece: KVTransferParams | None = None
+
+
+class TicketFollowed(Struct, frozen=True):
+    """A follower waits for a piece of the request that came with a ticket."""
+
+    ticket: str
 
 
 class LeaseOver(Struct, frozen=True):
@@ -120,6 +128,7 @@ Command = (
     | PullReached
     | RequestReached
     | FollowReached
+    | TicketFollowed
     | LeaseOver
     | PeerReached
     | Traced

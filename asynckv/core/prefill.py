@@ -42,6 +42,7 @@ from asynckv.core.wire import (
     Ack,
     Claim,
     Follow,
+    Granted,
     NotYet,
     Pack,
     Packed,
@@ -141,8 +142,10 @@ class PrefillSide:
         if self.closed_as:
             raise EngineClosed(f"engine {self._here[0]!r} is {self.closed_as} and takes no new work")
 
-    def lend(self, params: KVTransferParams, readers: int, now: float, ticket: str = "") -> Lease:
-        """Lend the request that the params describe, and answer the messages that came before."""
+    def lend(
+        self, params: KVTransferParams, readers: int, now: float, ticket: str = "", *, is_piece: bool = False
+    ) -> Lease:
+        """Lend the request that the params describe, or a piece of it, and answer the messages that came before."""
         if self.closed_as:
             self.check_open()
         if params.lease_s != self._lease_s:
@@ -184,13 +187,21 @@ class PrefillSide:
         blocks = {}
         for index, (group, offer) in enumerate(zip(layout.groups, lent.groups, strict=True)):
             blocks[index] = _blocks_of(index, group, offer, lent)
-        self._ledger.hold(key.token, "lent", lent.request_id, self._ledger.check("lent", blocks), now)
+        blocks = self._ledger.check("lent", blocks)
+        if not is_piece:  # which is taken back at once, so nobody ever waits for it
+            self._ledger.hold(key.token, "lent", lent.request_id, blocks, now)
         if not self.spent.add(key):
             self._ledger.drop(key.token)
             raise self._spent_before(lent)
         # A rank that was restarted while others slept has memory that is as new as theirs.
         self.memory_epoch = key.memory_epoch
         lease, self.lent_at = Lease(lent, now, next(self._arrivals)), now
+        if is_piece:
+            lease.scheduled_at = -math.inf  # it is never woken
+            self.offers.lend_piece(ticket, lease, params)
+            self._unparked += self._take_parked(key)
+            self._receive_parked(now)
+            return lease
         self.leases[key] = lease
         self._outbox.counters["leases.lent"] += 1
         if (forgotten := self._forgotten.pop(key, None)) is not None:
@@ -281,6 +292,11 @@ class PrefillSide:
             self.revoke(lease, now, "no_room")
         return tuple(revoked)
 
+    @property
+    def is_read(self) -> bool:
+        """Return True while remote ranks may be reading: a request that is lent, or a piece."""
+        return bool(self.leases or self.offers.unread)
+
     def claimed_at(self, now: float) -> list[float]:
         """Return the time of the first claim of each request that is not lent, and that readers still wait for."""
         return [first for first, last in self._claimed.values() if now - last <= self._config.parked_s]
@@ -306,7 +322,7 @@ class PrefillSide:
         """
         if self._unreachable:
             self._unreachable.pop(reply_to, None)
-        lease = self.leases.get(message.key)
+        lease = self.leases.get(message.key) or self.offers.pieces.get(message.key)
         if lease is None:
             self._answer_for_nothing_lent(message, reply_to, sender, now, proven)
             return
@@ -320,6 +336,8 @@ class PrefillSide:
                 reader, what, detail = lease.name_of(message, sender), WHAT[type(message)], short(answer.detail)
                 self._outbox.commands.append(ReaderRefused(reader, what, answer.reason, detail))
         self._outbox.send(reply_to, sender, answer)
+        if self.offers.unread and type(answer) is Granted:
+            self.offers.piece_granted(lease)
         wakes = effects.wake_at < lease.scheduled_at
         if effects.has_ended or wakes or lease.is_sampled or self._outbox.trace or lease.ended_copies:
             self._follow(lease, effects, noted)
@@ -407,6 +425,8 @@ class PrefillSide:
         lease.ended_copies = False
         if effects.has_ended:
             key = lease.lent.key
+            if self.offers.pieces.pop(key, None) is not None:
+                return  # only a reader of another version releases a piece
             del self.leases[key]
             self._timers.forget(lease)
             self._ledger.drop(key.token)
@@ -519,7 +539,9 @@ class PrefillSide:
         """Take some of the messages that came before their request was lent; the others follow in the next turns."""
         for _ in range(min(len(self._unparked), AT_ONCE)):
             parked = self._unparked.popleft()
-            if parked.until > now and not isinstance(parked.message, Follow) and parked.message.key in self.leases:
+            if parked.until <= now or isinstance(parked.message, Follow):
+                continue
+            if (key := parked.message.key) in self.leases or key in self.offers.pieces:
                 self.receive(parked.message, parked.reply_to, parked.sender, now, parked.proven)
         if self._unparked:
             self.parking.next_at = now

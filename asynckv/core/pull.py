@@ -61,6 +61,7 @@ class Kind(enum.Enum):
     """Meets ranks and renews the lease. It becomes one of the next two kinds when its caller asks for the blocks."""
     PULL = enum.auto()  # fills blocks
     HIT = enum.auto()  # fills nothing, and only releases all ranks
+    PIECE = enum.auto()  # fills blocks with a piece; its caller hears nothing of it (`core/head_start.py`)
     DISCHARGE = enum.auto()  # tells all ranks that no attempt follows after all; it has no caller
 
 
@@ -399,7 +400,8 @@ class Pull:
         after = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED)
         self.lists, self.deadline, self.called_at, self.begun_at = lists, deadline, now, now
         self.warn_at = now + self.warn_s
-        self.kind = KIND.HIT if lists.is_empty else KIND.PULL
+        if self.kind is not KIND.PIECE:
+            self.kind = KIND.HIT if lists.is_empty else KIND.PULL
         if lists.is_empty:
             for source in self.sources:
                 source.not_wanted()
@@ -416,12 +418,12 @@ class Pull:
         else:
             after, then = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED), E.ROUTED
             self.lists, self.deadline = start
-            self.kind, self.called_at, self.begun_at, self.warn_at = KIND.PULL, now, now, now + self.warn_s
+            self.called_at, self.begun_at, self.warn_at = now, now, now + self.warn_s
         self.measures.ready_at = now
         for source, read in zip(self.sources, tables, strict=True):
             if read is not None:
                 source.role, source.tables = ROLE.READ, read
-                if source.claim_at == math.inf and not source.nonces:
+                if source.claim_at == math.inf and not source.nonces and self.kind is not KIND.PIECE:
                     source.claim_at = now
                     self._effects.append(DO.SEND)
             elif source.role is ROLE.READ:
@@ -462,8 +464,8 @@ class Pull:
 
     def met(self, source: Source, now: float) -> list[Effect]:
         """Claim at once from a rank that will be read and is ready, so that the claim leaves with the read."""
-        if source.claim_at < math.inf or source.nonces or self.state not in _CLAIMS:
-            return []
+        if source.claim_at < math.inf or source.nonces or self.state not in _CLAIMS or self.kind is KIND.PIECE:
+            return []  # a piece is claimed once it was read
         source.claim_at = now
         return [DO.SEND]
 
@@ -717,7 +719,9 @@ class Pull:
         may_write = False
         for source in self.sources:
             source.claim_at, source.next_read = math.inf, None
-            if source.release is not RELEASE.SETTLED:
+            if source.release is not RELEASE.SETTLED and self.kind is KIND.PIECE:
+                source.release = RELEASE.SETTLED  # a piece is never released: its owner ends it with its request
+            elif source.release is not RELEASE.SETTLED:
                 source.release_at = now
             if source.running or source.doubtful:
                 may_write = True

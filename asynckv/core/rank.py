@@ -25,15 +25,17 @@ from typing import get_args
 
 import msgspec
 
+from asynckv.arguments import MAX_INTEGER
 from asynckv.config import EngineConfig
 from asynckv.core import wire
 from asynckv.core.attempts import NONE, Request, RequestState
 from asynckv.core.decode import DecodeSide
 from asynckv.core.following import Following
+from asynckv.core.head_start import HeadStart
 from asynckv.core.lease import Lease
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter, warn_after
-from asynckv.core.outbox import Milestone, Outbox, RequestReached
+from asynckv.core.outbox import FollowReached, Milestone, Outbox, RequestReached
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.prefill import PrefillSide
@@ -100,7 +102,7 @@ class RankCore:
         self.decode = DecodeSide(
             layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, arrivals, costs
         )
-        self.decode.follows.on_late = self._release_late
+        self.decode.follows.on_late, self.decode.follows.on_piece = self._release_late, self._offered_piece
         self.on_question: Ask = lambda *_: True
         self.on_overdue: Callable[[Lease | Pull, float], None] = lambda *_: None
         """The engine sets both: what answers questions about this rank, and what hears of requests held for long."""
@@ -118,7 +120,16 @@ class RankCore:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    def follow(self, request_id: str, target: FollowParams, cohort_id: str, wait_s: float, now: float) -> Following:
+    def follow(
+        self,
+        request_id: str,
+        target: FollowParams,
+        cohort_id: str,
+        wait_s: float,
+        now: float,
+        *,
+        takes_pieces: bool = False,
+    ) -> Following:
         """Ask a prefill rank for the params of the request that brings a ticket, for `wait_s` at most."""
         self.prefill.check_open()
         if len(self.decode.follows.by_id) >= self.config.pull.max_queued:
@@ -133,6 +144,7 @@ class RankCore:
             rank=next((rank for rank in route.ranks if rank.is_predicted), route.ranks[0]),
             since=now,
             deadline=now + wait_s,
+            have=0 if takes_pieces else -1,
         )
         self.decode.follow(following, now)
         return following
@@ -231,13 +243,82 @@ class RankCore:
         """Fill blocks: continue the pull that was announced under this id, or start a new one. After a failure that may
         pass, other attempts follow, at most `retries`. If this raises, nothing was begun.
         """
-        if self.decode.between:
-            self._check_not_between(wanted.request_id)
+        early = self.decode.between.get(RequestId(wanted.request_id)) if self.decode.between else None
+        if early is not None:
+            self._check_goes_on(early, wanted)
         if self.decode.follows.by_id:
             self._need_not_follow(wanted.request_id, wanted.params, now)
+        if early is not None:
+            early.known(wanted, retries, now + timeout_s, now)
+            if early.pull is not None and early.pull.reason is None:
+                self.decode.extend(early.pull, min(early.pull.deadline, early.deadline), now)
+            self._go_on(early, now)
+            return early
         request = Request(wanted, retries, self.config.pull.retry_s, now + timeout_s, now)
         self._attempt(request, now)
         return request
+
+    def start_early(self, wanted: PullRequest, now: float) -> Request:
+        """Fill blocks with pieces of a request that is followed, first of all with the one that its params describe.
+
+        `pull` with the same id and blocks goes on with the whole request, and `cancel` ends it.
+        """
+        self._check_not_between(wanted.request_id)
+        self.prefill.check_open()
+        if (name := RequestId(wanted.request_id)) in self.decode.by_request:
+            raise LocalProtocolError(f"request {name[:200]!r} is being pulled already; it needs no head start")
+        layout = self.identity.layout
+        blocks = check_block_ids(layout, wanted.groups, wanted.num_tokens)
+        self.ledger.check("writing", {group: ids for group, (_, ids) in enumerate(blocks)})
+        request = Request(wanted, 0, self.config.pull.retry_s, math.inf, now, RequestState.EARLY, 0, is_known=False)
+        request.head = HeadStart(layout, blocks, wanted.hashes, waiting=wanted.params)
+        self.decode.between[name] = request
+        self._ahead(request, now)
+        return request
+
+    def _offered_piece(self, following: Following, piece: KVTransferParams, now: float) -> None:
+        request = self.decode.between.get(following.request_id)
+        if request is not None and request.head is not None:
+            request.head.waiting = piece
+            self._ahead(request, now)
+        elif following.have >= 0:
+            # It needs blocks first. Until its caller has some, ask for the whole request alone.
+            self.decode.follows.ask(following, -1, now)
+            self.outbox.commands.append(FollowReached(following, piece=piece))
+
+    def _ahead(self, request: Request, now: float) -> None:
+        """Read the piece that waits, unless the one before may still write, or nothing says what comes after it."""
+        head, name = request.head, RequestId(request.wanted.request_id)
+        following = self.decode.follows.by_request.get(name)
+        if head is None or following is None or head.waiting is None or not request.is_free:
+            return
+        piece, head.waiting = head.waiting, None
+        if piece.num_tokens <= head.have:
+            return  # a late offer
+        lists = head.lists(piece) if piece.key != head.tried else None
+        if lists is None:
+            self.decode.follows.ask(following, -1, now)
+            return
+        head.tried, wait_s = piece.key, self.config.pull.timeout_s
+        asked = PullRequest(name, (), piece, following.cohort.id, priority=MAX_INTEGER)
+        before = request.pull
+        try:
+            held = self.ledger.check("writing", {group: ids for group, (_, ids) in enumerate(lists.local)})
+            request.pull = pull = self._make_pull(asked, wait_s, now, KIND.PIECE)
+            pull.owner = request
+            self.decode.start(pull, lists, held, now + wait_s, now)
+        except AsyncKVError:  # its blocks are in use, or its ranks cannot be read
+            self.outbox.counters["pieces.refused"] += 1
+            request.pull = before
+            self.decode.follows.ask(following, -1, now)
+
+    def _check_goes_on(self, early: Request, wanted: PullRequest) -> None:
+        """Refuse a pull of a request that is between two attempts, or whose head start fills other blocks."""
+        if early.state is not RequestState.EARLY or early.head is None:
+            self._check_not_between(wanted.request_id)
+        else:
+            tokens = self._wanted_tokens(wanted)
+            early.head.rest(check_block_ids(self.identity.layout, wanted.groups, tokens), tokens, wanted.params)
 
     def _attempt(self, request: Request, now: float) -> None:
         """Begin the next attempt at a request."""
@@ -250,6 +331,8 @@ class RankCore:
         if wanted.num_tokens is not None or wanted.hashes is not None:
             num_tokens = self._wanted_tokens(wanted)
         blocks = check_block_ids(self.identity.layout, wanted.groups, num_tokens)
+        if request.head is not None:
+            blocks = request.head.rest(blocks, num_tokens, params)
         # Check before anything is started, so that a caller with a wrong block may ask again with another.
         written = {}
         for group, (_, ids) in enumerate(blocks):  # a comprehension is one more call
@@ -302,11 +385,18 @@ class RankCore:
         name = RequestId(request.wanted.request_id)
         if self.decode.between.get(name) is not request:
             return  # its turn has come already
+        if request.state is RequestState.EARLY:
+            return self._ahead(request, now)
         if request.state is RequestState.PAUSING:
             request.time(now)
         if request.state is RequestState.PAUSING:
             self.timers.wake(request, request.next_at if now < request.next_at else request.deadline)
             return
+        if not request.attempts:
+            if (following := self.decode.follows.by_request.get(name)) is not None:
+                self.decode.follows.end(following, request.stopped or Reason.CANCELLED, "its head start ended", now)
+            if request.pull is not None and request.pull.reason is None:
+                return self.decode.cancel(request.pull, now)  # its end comes back here
         del self.decode.between[name]
         self.timers.forget(request)
         bug: Exception | None = None
@@ -356,8 +446,13 @@ class RankCore:
             )
         return common_prefix(request.hashes, params.hashes, params.hash_tokens, wanted)
 
-    def cancel(self, request_id: str, now: float, *, follows_on: bool = False) -> bool:
-        """Give up a request that is followed, announced, pulled, or between two attempts; return False if none is."""
+    def cancel(
+        self, request_id: str, now: float, *, follows_on: bool = False, params: KVTransferParams | None = None
+    ) -> bool:
+        """Give up a request that is followed, announced, pulled, or between two attempts; return False if none is.
+
+        A request with a head start needs its `params`, if it has some by now, to release it.
+        """
         name = RequestId(request_id)
         request, pull = self.decode.between.get(name), self.decode.by_request.get(name)
         following = self.decode.follows.by_request.get(name)
@@ -366,6 +461,8 @@ class RankCore:
         elif following is not None:
             self.decode.follows.end(following, Reason.CANCELLED, Reason.CANCELLED.value, now)
         if request is not None:
+            if request.state is RequestState.EARLY and params is not None:
+                request.wanted, request.is_known = replace(request.wanted, params=params), True
             request.stop(Reason.CANCELLED, is_last=True)
             self._go_on(request, now)
         elif pull is not None:
@@ -382,6 +479,11 @@ class RankCore:
             self.decode.cancel(request.pull, now)
         else:
             self._go_on(request, now)
+
+    def is_early(self, request_id: str) -> bool:
+        """Return True if a request fills blocks with pieces, and its pull has not been asked for."""
+        request = self.decode.between.get(RequestId(request_id))
+        return request is not None and request.state is RequestState.EARLY
 
     def is_pulled(self, request_id: str) -> bool:
         pull = self.decode.by_request.get(RequestId(request_id))
@@ -417,6 +519,7 @@ class RankCore:
         self._stop_requests(now)
         for pull in list(self.decode.by_request.values()):
             self.decode.cancel(pull, now)
+        self.prefill.offers.end_all_pieces()
         for lease in list(self.prefill.leases.values()):
             self.prefill.revoke(lease, now, how)
 
@@ -458,7 +561,7 @@ class RankCore:
     @property
     def requests(self) -> list[Request]:
         """Requests that are not over, or of which ranks are still to be told so."""
-        owners = [pull.owner for pull in self.decode.by_request.values()]
+        owners = [pull.owner for pull in self.decode.by_request.values()]  # no pieces are among these
         return [*self.decode.between.values(), *[owner for owner in owners if isinstance(owner, Request)]]
 
     @property

@@ -44,13 +44,13 @@ from asynckv.core.types import (
     decode_params,
 )
 from asynckv.errors import RemoteProtocolError
-from asynckv.geometry.bounds import BlockRuns, Name, Rank, Size
+from asynckv.geometry.bounds import MAX_TOKENS, BlockRuns, Name, Rank, Size
 from asynckv.geometry.gather import Packing, Recipe
 
 MAJOR = 1
-MINOR = 7
+MINOR = 8
 """Minor version. 1 added `Draining`, 2 the reason `withdrawn`, 3 the options of a status request and its account, 4
-packed copies, 5 layouts that say what they guess (`Layout.guessed_axis`), 6 tokens that ranks share, 7 tickets."""
+packed copies, 5 layouts that say what they guess (`Layout.guessed_axis`), 6 tokens that ranks share, 7 tickets, 8 pieces."""
 
 SETTLES = 5  # the minor version since which ranks settle guesses, so that an older one may be refused without need
 OFFERS = 7  # the minor version since which a rank can be followed
@@ -314,6 +314,8 @@ class Follow(Struct, frozen=True, array_like=True, tag=20, gc=False):
     ticket: Ticket
     nonce: Nonce
     cohort: Cohort
+    have: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] = -1
+    """Tokens that the follower has, without a gap. It may be offered a piece behind these. -1: the request alone."""
 
     __repr__ = _without_secrets
 
@@ -336,6 +338,7 @@ class Offered(Struct, frozen=True, array_like=True, tag=22, gc=False):
     """Encoded `KVTransferParams`, or None. `decode_offer` checks its length first."""
     reason: Reason | None = None
     detail: Detail = ""
+    is_piece: bool = False  # True if the params are of a finished part of the request, which is computed on
 
     __repr__ = _without_secrets
 

@@ -26,10 +26,12 @@ from asynckv.embed.orders import (
     Announce,
     Cancel,
     CountPrompts,
+    EndPieces,
     Failed,
     Finished,
     Follow,
     Lend,
+    LendPiece,
     Load,
     Lookup,
     Offer,
@@ -37,6 +39,7 @@ from asynckv.embed.orders import (
     Pull,
     Reclaim,
     Refused,
+    StartEarly,
     Store,
     Withdraw,
     WithdrawTicket,
@@ -47,8 +50,9 @@ from asynckv.results import LeaseEnd
 from asynckv.tiers import Offload
 
 SLICE_S = 0.001  # of CPU: another thread that holds the GIL must not end the slice
-Flown = Follow | Pull | Load | Store
-AWAITED: Mapping[type, str] = {Follow: "offered", Pull: "finished_recving", Load: "loaded", Store: "stored"}
+Flown = Follow | StartEarly | Pull | Load | Store
+PULLED = "finished_recving"
+AWAITED: Mapping[type, str] = {Follow: "offered", StartEarly: PULLED, Pull: PULLED, Load: "loaded", Store: "stored"}
 """List of `Finished` that reports success, for each order that takes time: until it ends, or its blocks return."""
 
 ENDING = (*AWAITED, Lend, Lookup)  # orders that are always reported
@@ -90,6 +94,7 @@ class EngineDesk:
         """Lent requests by id, each of one request only, because `finished_sending` reports an id."""
         self._news: deque[tuple[str, Any, float]] = deque()  # each with the time since which it waits
         engine._untaken = lambda: self.untaken
+        engine._when_followed(lambda ticket: self._tell("followed", ticket, is_awaited=False))
         self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
 
@@ -228,7 +233,12 @@ class EngineDesk:
                 engine.announce(**given)
             case Follow():
                 self._begin(order, engine._begin_follow, lambda x: Offer(order.request_id, engine._offer_of(x)), given)
+            case StartEarly():
+                self._begin(order, engine._begin_early, engine._result_of, given)
+            case Pull(goes_on=True):
+                self._go_on(order, given)
             case Pull():
+                del given["goes_on"]
                 self._begin(order, engine._begin_pull, engine._result_of, given)
             case Load():
                 offload = self._offload()
@@ -255,6 +265,11 @@ class EngineDesk:
                 lent = engine.lend(**given)
                 self._lent[lent.request_id] = lent
                 lent._when_released(self._sent)
+            case LendPiece():
+                with suppress(EngineClosed):  # the request itself will be refused
+                    engine.lend_piece(**given)
+            case EndPieces():
+                engine.end_pieces(**given)
             case Withdraw():
                 engine.withdraw(**given)
             case WithdrawTicket():
@@ -265,8 +280,8 @@ class EngineDesk:
                 engine._recorder.prompts_counted(counted)
             case _:
                 raise LocalProtocolError(
-                    f"{shown(order)} is not an order; give Follow, Announce, Pull, Cancel, Lend, Withdraw, "
-                    f"WithdrawTicket, Reclaim, Lookup, Store or Load"
+                    f"{shown(order)} is not an order; give Follow, StartEarly, Announce, Pull, Cancel, Lend, "
+                    f"LendPiece, EndPieces, Withdraw, WithdrawTicket, Reclaim, Lookup, Store or Load"
                 )
 
     def _offload(self) -> Offload:
@@ -299,6 +314,18 @@ class EngineDesk:
                 return
             raise
 
+    def _go_on(self, order: Pull, given: dict[str, Any]) -> None:
+        """Go on from pieces to the whole request, or release it if they have failed and were reported."""
+        del given["goes_on"]
+        flights = self._flights.get((Pull, order.request_id), ())
+        flight = next((x for x in flights if isinstance(x.order, StartEarly) and not x.is_held), None)
+        if flight is not None:
+            flight.order = order
+            with suppress(AsyncKVError):
+                self.engine._begin_pull(flight, **given)
+                return
+        self.engine.cancel(order.request_id, order.params, cohort_id=order.cohort_id)
+
     def _sent(self, end: LeaseEnd) -> None:
         if self._lent.pop(end.request_id, None) is not None:
             self._tell("finished_sending", end)
@@ -313,7 +340,7 @@ class _Flight:
 
     def __init__(self, desk: EngineDesk, order: Flown, result_of: Callable[[Any], object]) -> None:
         self._desk, self.order, self._result_of = desk, order, result_of
-        self.key = type(order), order.request_id if isinstance(order.request_id, str) else str(id(self))
+        self.key = Pull if isinstance(order, StartEarly) else type(order), order.request_id if isinstance(order.request_id, str) else str(id(self))
         self.is_held = False  # True once it was reported in `failed`, and still holds blocks
         self.is_awaited = True  # False of a follow that was cancelled, because no step may come any more
         self.bug: Exception | None = None  # an error that says nothing of blocks, which are held
@@ -331,6 +358,10 @@ class _Flight:
         if not mine:
             del self._desk._flights[self.key]
         return True
+
+    def offered(self, following: Any, piece: KVTransferParams) -> None:
+        offer = Offer(self.order.request_id, to_builtins(piece), is_piece=True)
+        self._desk._tell("offered", offer, is_awaited=False)
 
     def ended(self, job: Any) -> None:
         desk, order = self._desk, self.order
@@ -371,7 +402,7 @@ def _of(order: Flown, what: str) -> str:
     """Return the name of the list for such an order, because each kind has its own."""
     if isinstance(order, Follow):
         return "not_offered"
-    return what if isinstance(order, Pull) else f"offload_{what}"
+    return what if isinstance(order, StartEarly | Pull) else f"offload_{what}"
 
 
 def _held(order: Flown, cause: BaseException) -> PullCancelled:

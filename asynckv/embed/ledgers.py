@@ -28,7 +28,21 @@ import msgspec
 from asynckv.arguments import MAX_NAME, integer, shown, text, texts
 from asynckv.core.limits import remember
 from asynckv.core.types import MAX_ID, Key, KVTransferParams, check_ticket, decode_follow, decode_params
-from asynckv.embed.orders import Announce, Cancel, Failed, Finished, Follow, Lend, Order, Pull, Withdraw, WithdrawTicket
+from asynckv.embed.orders import (
+    Announce,
+    Cancel,
+    EndPieces,
+    Failed,
+    Finished,
+    Follow,
+    Lend,
+    LendPiece,
+    Order,
+    Pull,
+    StartEarly,
+    Withdraw,
+    WithdrawTicket,
+)
 from asynckv.errors import LocalProtocolError, PeerLost
 from asynckv.geometry.bounds import MAX_RANKS
 from asynckv.results import LeaseEnd, PullResult
@@ -40,6 +54,7 @@ if TYPE_CHECKING:
 
 MAX_SPENT = 4096  # number of used params that are remembered, and of names that followed a ticket
 MAX_TICKETS = 16_384  # number of tickets that a prefill ledger remembers
+OF_BLOCKS = (Pull, StartEarly, Lend, LendPiece)  # orders about blocks that a rank in place of a dead one has not
 MAX_KEPT = 1024  # number of orders that wait for a rank; the leases of older ones end by themselves
 Groups = Sequence[tuple[int, Sequence[int | None]]]
 
@@ -63,7 +78,7 @@ class _Ledger:
 
     def _kept(self) -> dict[int, Order]:
         """Return the orders that wait for a rank: none if one lives. Pulls and lends end instead, with free blocks."""
-        return {} if self._living else {n: x for n, x in self._orders.items() if not isinstance(x, Pull | Lend)}
+        return {} if self._living else {n: x for n, x in self._orders.items() if not isinstance(x, OF_BLOCKS)}
 
     def _order(self, order: Order) -> int:
         self._num_orders += 1
@@ -105,6 +120,7 @@ class State(enum.Enum):
     """States of a request in the decode engine."""
 
     FOLLOWING = "following"  # it has no params yet: the ranks wait until the request of its ticket is offered
+    EARLY = "early"  # it is followed, and pieces of it fill its blocks
     QUEUED = "queued"  # announced: the ranks connect to its prefill ranks and renew its claim
     WAITING = "waiting"  # queued behind a request with the same params or ticket, which is pulled for both
     PULLING = "pulling"  # its blocks are being filled
@@ -121,6 +137,7 @@ class Event(enum.Enum):
     OFFER = "offer"
     SHARE = "share"  # it is offered what another request reads, or has read
     REFUSE = "refuse"  # it is not offered
+    START = "start"  # it has blocks for pieces
     SPARE = "spare"  # it needs no lent KV, and the ranks release what they are offered
     PULL = "pull"
     CANCEL = "cancel"
@@ -132,7 +149,9 @@ class Event(enum.Enum):
 
 S, E = State, Event
 ON_EVENT: Mapping[State, Mapping[Event, State]] = {
-    S.FOLLOWING: {E.OFFER: S.QUEUED, E.SHARE: S.WAITING, E.REFUSE: S.REFUSED, E.SPARE: S.OVER, E.CANCEL: S.OVER},
+    S.FOLLOWING: {E.OFFER: S.QUEUED, E.SHARE: S.WAITING, E.REFUSE: S.REFUSED, E.SPARE: S.OVER, E.CANCEL: S.OVER}
+    | {E.START: S.EARLY},
+    S.EARLY: {E.PULL: S.PULLING} | dict.fromkeys((E.REFUSE, E.FAIL, E.CANCEL), S.ENDING),
     S.QUEUED: {E.PULL: S.PULLING, E.CANCEL: S.OVER},
     S.WAITING: {E.REFUSE: S.REFUSED, E.CANCEL: S.OVER},
     S.PULLING: {E.COMPLETE: S.RECEIVED, E.FAIL: S.ENDING, E.CANCEL: S.ENDING},
@@ -145,6 +164,7 @@ ON_EVENT: Mapping[State, Mapping[Event, State]] = {
 """Events that each state takes, and the next state. Any other event raises before anything has changed."""
 
 WAITS = (S.FOLLOWING, S.WAITING)
+FOLLOWED = (S.FOLLOWING, S.EARLY)
 ENDS = (S.HELD, S.REFUSED, S.OVER)  # no other request waits for one in these
 
 
@@ -161,6 +181,7 @@ class Fetch:
         state: State of the request.
         follow: What it follows; None if it came with params.
         trace: `traceparent` and `tracestate`, in place of those that are offered; empty if none.
+        piece: Params of the first piece that it was offered, if any.
         groups: The blocks that its pull fills, as they were given to `pull`.
         results: Results of the pull, by rank.
         errors: Errors by rank. The first is the cause, because the pull may have been cancelled on the ranks after it.
@@ -171,6 +192,7 @@ class Fetch:
         announcement: Number of the announcement among all orders.
         is_released: True if a rank has refused the pull before it began, and was told to release the request.
         is_retired: True if a rank has retired its blocks (`BlocksRetired`).
+        takes_pieces: True if it may have a head start.
     """
 
     request_id: str
@@ -181,6 +203,7 @@ class Fetch:
     state: State = State.QUEUED
     follow: FollowParams | None = None
     trace: tuple[str, str] = ("", "")
+    piece: KVTransferParams | None = None
     groups: Groups = ()
     results: dict[int, PullResult] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
@@ -190,6 +213,7 @@ class Fetch:
     announcement: int = 0
     is_released: bool = False
     is_retired: bool = False
+    takes_pieces: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -273,10 +297,19 @@ class DecodeLedger(_Ledger):
         return self._queue(Fetch(request_id, name, checked, msgspec.to_builtins(checked), [checked.key]))
 
     def follow(
-        self, request_id: str, follow: Mapping[str, Any], *, trace: Mapping[str, str] | None = None
+        self,
+        request_id: str,
+        follow: Mapping[str, Any],
+        *,
+        trace: Mapping[str, str] | None = None,
+        takes_pieces: bool = False,
     ) -> Fetch | None:
         """Queue a request that has a ticket, and no params until it is offered (`may_pull`). All else is as for
-        `announce`: also None, if the ticket's request was read or given up here."""
+        `announce`: also None, if the ticket's request was read or given up here.
+
+        Args:
+            takes_pieces: True to hear of a first piece (`Fetch.piece`), for which `start_early` gives blocks.
+        """
         self._check_new(request_id)
         checked = decode_follow(follow)
         if checked.ticket in self._spent:
@@ -285,18 +318,41 @@ class DecodeLedger(_Ledger):
         name = unused(request_id, ChainMap[str, Any](self._fetches, self._followed))
         plain, keys = msgspec.to_builtins(checked), list[Key | str]([checked.ticket])
         remember(self._followed, name, None, MAX_SPENT)
-        return self._queue(Fetch(request_id, name, None, plain, keys, State.FOLLOWING, checked, trace_of(trace)))
+        fetch = Fetch(request_id, name, None, plain, keys, State.FOLLOWING, checked, trace_of(trace))
+        # A head start has one name from its first piece to its end, so it needs the request's own.
+        fetch.takes_pieces = takes_pieces and name == request_id
+        return self._queue(fetch)
+
+    def start_early(
+        self, request_id: str, groups: Groups, *, num_tokens: int | None = None, hashes: Sequence[str] | None = None
+    ) -> None:
+        """Order every rank to fill the blocks with pieces. Call `pull` with these blocks when it is offered (`params`).
+
+        Raises:
+            LocalProtocolError: The request is not followed, or was offered no piece (`Fetch.piece`).
+        """
+        fetch = self._current.get(request_id)
+        if fetch is None or fetch.piece is None:
+            raise LocalProtocolError(f"request {request_id[:200]!r} was offered no piece, or is over")
+        self._move(fetch, Event.START)
+        fetch.groups, piece = groups, msgspec.to_builtins(fetch.piece)
+        self._order(
+            StartEarly(request_id=fetch.name, groups=groups, params=piece, num_tokens=num_tokens, hashes=hashes)
+        )
 
     def may_pull(self, request_id: str) -> bool | None:
         """Return True if a request can be pulled, and False if the caller should `cancel` it and compute its prompt.
+        One with a head start can be pulled once it has `params`.
 
         None means ask again later, because the request is not offered yet, or one with the same params is being pulled,
         with blocks that will serve both through a prefix cache. If a followed request is not offered, it has `errors`.
         """
         fetch = self._current.get(request_id)
-        if fetch is not None and fetch.state in WAITS and fetch.keys[0] in self._siblings:
-            return None
-        return fetch is not None and fetch.state is State.QUEUED
+        if fetch is None or fetch.state is State.QUEUED:
+            return fetch is not None
+        if fetch.state is State.EARLY:
+            return None if fetch.params is None else True
+        return None if fetch.state in WAITS and fetch.keys[0] in self._siblings else False
 
     def pull(
         self,
@@ -314,8 +370,9 @@ class DecodeLedger(_Ledger):
             LocalProtocolError: The request may not be pulled (`may_pull`).
         """
         fetch = self._current.get(request_id)
-        if fetch is None:
-            raise LocalProtocolError(f"request {request_id[:200]!r} was not announced, or is over")
+        if fetch is None or fetch.params is None:
+            raise LocalProtocolError(f"request {request_id[:200]!r} was not announced or offered, or is over")
+        goes_on = fetch.state is State.EARLY
         self._move(fetch, Event.PULL)
         fetch.groups = groups
         self._order(
@@ -327,6 +384,7 @@ class DecodeLedger(_Ledger):
                 timeout_s=timeout_s,
                 hashes=hashes,
                 priority=priority,
+                goes_on=goes_on,
             )
         )
 
@@ -346,7 +404,7 @@ class DecodeLedger(_Ledger):
         if before is State.RECEIVED:
             self._outcome.received.remove(fetch)
             self._outcome.free.append(fetch)
-        if before in (State.FOLLOWING, State.QUEUED):
+        if before in (State.FOLLOWING, State.EARLY, State.QUEUED):
             self._order(Cancel(fetch.name, None if fetch.params is None else fetch.plain))
         elif before is State.PULLING:
             # If no rank lives, none takes the pull and releases the request, so that the next one needs its params.
@@ -376,7 +434,7 @@ class DecodeLedger(_Ledger):
             return ()
         orders = self._take()
         for order in orders:
-            if isinstance(order, Pull):
+            if isinstance(order, Pull | StartEarly) and not (isinstance(order, Pull) and order.goes_on):
                 fetch = self._fetches[order.request_id]
                 fetch.ranks = self._living
                 for rank in self._missing:
@@ -421,7 +479,11 @@ class DecodeLedger(_Ledger):
         self._check(rank)
         params, name = decode_params(offer.params), offer.request_id
         key, fetch = params.key, self._fetches.get(name)
-        if fetch is not None and fetch.state is State.FOLLOWING and not offer.is_late:
+        if offer.is_piece:
+            if fetch is not None and fetch.state is State.FOLLOWING and fetch.takes_pieces:
+                fetch.piece = params
+            return
+        if fetch is not None and fetch.state in FOLLOWED and fetch.params is None and not offer.is_late:
             self._take_offer(fetch, params)
             return
         if self._followed.get(name) != key and key not in self._spent and key not in self._siblings:
@@ -456,7 +518,7 @@ class DecodeLedger(_Ledger):
                 fetch.held.discard(rank)
                 if fetch.state is State.RECEIVED:
                     self._outcome.received.remove(fetch)
-                if fetch.state in (State.PULLING, State.RECEIVED, State.ENDING):
+                if fetch.state in (State.EARLY, State.PULLING, State.RECEIVED, State.ENDING):
                     self._fail(fetch, rank, died(rank))
                 self._conclude(fetch)
 
@@ -495,7 +557,8 @@ class DecodeLedger(_Ledger):
         return fetch
 
     def _announce(self, fetch: Fetch) -> None:
-        fetch.announcement = self._order((Follow if fetch.params is None else Announce)(fetch.name, fetch.plain))
+        follow = Follow(fetch.name, fetch.plain, takes_pieces=fetch.takes_pieces)
+        fetch.announcement = self._order(follow if fetch.params is None else Announce(fetch.name, fetch.plain))
 
     def _take_offer(self, fetch: Fetch, params: KVTransferParams) -> None:
         """Let a request that was followed, and those that wait for it, go on as if they had come with these params."""
@@ -505,6 +568,9 @@ class DecodeLedger(_Ledger):
         plain, keys = msgspec.to_builtins(params), [key, ticket]
         for each in siblings:
             each.params, each.plain, each.keys = params, plain, keys
+        if fetch.state is State.EARLY:  # it goes on under its name, and its pull will end what ranks still follow
+            self._siblings[key] = self._siblings[ticket] = siblings
+            return
         # From here on it is called as if it had come with params: vLLM's workers report pulls by the scheduler's id.
         followed_as = fetch.name
         del self._fetches[followed_as]
@@ -542,7 +608,10 @@ class DecodeLedger(_Ledger):
         if is_unbegun and not fetch.is_released:
             # This rank released nothing, so it needs the params. On the others the same order only ends the pull.
             fetch.is_released = True
-            self._order(Cancel(fetch.name, fetch.plain))
+            self._order(Cancel(fetch.name, None if fetch.params is None else fetch.plain))
+        elif fetch.state is State.EARLY:
+            # The ranks follow on, and one that has failed here does not know the params that came since.
+            self._order(Cancel(fetch.name, None if fetch.params is None else fetch.plain))
         elif fetch.state is State.PULLING and fetch.ranks:
             self._order(Cancel(fetch.name))
         self._move(fetch, Event.FAIL)
@@ -639,6 +708,7 @@ class PrefillLedger(_Ledger):
         self._of: dict[str, list[Loan]] = {}  # the same by the scheduler's ids, the newest last
         self._free: list[Loan] = []
         self._tickets: dict[str, None] = {}  # all that requests have brought, oldest first
+        self.followed = set[str]()  # tickets with a follower that waits for a piece, until `lend_piece` makes one
 
     def __len__(self) -> int:
         return len(self._loans)
@@ -657,8 +727,41 @@ class PrefillLedger(_Ledger):
                 return True
         return False
 
+    def lend_piece(
+        self,
+        request_id: str,
+        ticket: str,
+        groups: Groups,
+        num_tokens: int,
+        *,
+        hashes: Sequence[str] = (),
+        hash_tokens: int = 0,
+    ) -> None:
+        """Lend finished blocks of a request that is still computed, on every rank, if its ticket is `followed`.
+
+        The rules are those of `Engine.lend_piece`; the arguments are those of `PrefillRanks.make_params`. A piece is
+        never in `take_free`. Order `end_pieces` before its blocks are used for anything else.
+
+        Raises:
+            ConfigError: A value is out of range or has the wrong type.
+            LocalProtocolError: The ticket is malformed.
+        """
+        if self._missing:
+            return  # no reader could read the whole piece
+        name = f"{request_id}/{num_tokens}"
+        params = self.ranks.make_params(
+            name, groups, num_tokens, written=True, hashes=hashes, hash_tokens=hash_tokens, recall=True
+        )
+        self.followed.discard(ticket)
+        self._order(LendPiece(params, check_ticket(ticket)))
+
+    def end_pieces(self, ticket: str) -> None:
+        """Take back the pieces of a request: each rank grants nothing of them once it has carried out the order."""
+        self._order(EndPieces(check_ticket(ticket)))
+
     def withdraw_ticket(self, ticket: str) -> None:
         """Declare that no request will be lent for a ticket, so that decode engines that follow it are refused."""
+        self.followed.discard(ticket)
         self._order(WithdrawTicket(check_ticket(ticket)))
 
     def lend(
@@ -712,6 +815,7 @@ class PrefillLedger(_Ledger):
         )
         loan = self._loans[name] = Loan(request_id, name, params, groups, readers, written, ticket=ticket)
         self._of.setdefault(request_id, []).append(loan)
+        self.followed.discard(ticket)
         if written:
             self._order(Lend(params, ticket=ticket))
         return params
@@ -772,6 +876,7 @@ class PrefillLedger(_Ledger):
             LocalProtocolError: It is no report. A rank without one may have died: `rank_died`.
         """
         self._check_report(rank, finished)
+        self.followed.update(self._tickets.keys() & finished.followed)
         for end in finished.finished_sending:
             # If the engine was closed before its grants ended, readers may read until its process ends (`rank_died`).
             if (loan := self._loans.get(end.request_id)) is not None and end.cause != "closed":

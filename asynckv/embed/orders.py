@@ -37,6 +37,21 @@ class Follow(Order, frozen=True):
     follow: Mapping[str, Any]
     wait_s: float | None = None
     cohort_id: str = ""
+    takes_pieces: bool = False  # True to be told of a first piece too, in an offer of its own (`Offer.is_piece`)
+
+
+class StartEarly(Order, frozen=True, kw_only=True):
+    """Fill the blocks of a request that is followed with pieces, the first of which `params` describe.
+
+    Give `Pull(goes_on=True)` when it is offered, or `Cancel`. Always reported as its pull, once.
+    """
+
+    request_id: str
+    groups: Sequence[tuple[int, Sequence[int | None]]]
+    params: Mapping[str, Any]
+    num_tokens: int | None = None
+    cohort_id: str = ""
+    hashes: Sequence[str] | None = None
 
 
 class Announce(Order, frozen=True):
@@ -62,6 +77,7 @@ class Pull(Order, frozen=True, kw_only=True):
     priority: int = 0
     retries: int | None = None
     is_last: bool = True
+    goes_on: bool = False  # True behind a `StartEarly` with the same blocks; nothing if that has failed since
 
 
 class Cancel(Order, frozen=True):
@@ -93,6 +109,19 @@ class Withdraw(Order, frozen=True):
 
 class WithdrawTicket(Order, frozen=True):
     """Declare that no request will be lent for a ticket (`Engine.withdraw_ticket`)."""
+
+    ticket: str
+
+
+class LendPiece(Order, frozen=True):
+    """Lend finished blocks of a request that is still computed (`Engine.lend_piece`). No end is reported."""
+
+    params: Mapping[str, Any]
+    ticket: str
+
+
+class EndPieces(Order, frozen=True):
+    """Take back all pieces of a request (`Engine.end_pieces`)."""
 
     ticket: str
 
@@ -174,11 +203,14 @@ class Offer:
         request_id: The request's id, as in its `Follow`.
         params: The params, as `Announce` and `Pull` take them.
         is_late: True if it was reported in `not_offered` before. This rank has released it; the others have to.
+        is_piece: True if they are of a first piece: give the request blocks (`StartEarly`), or leave it. It is followed
+            on, and the offer of the whole comes later.
     """
 
     request_id: str
     params: dict[str, Any] = field(repr=False)
     is_late: bool = False
+    is_piece: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +235,7 @@ class Finished:
             Exception: blocks that `close` returned as cut short must not be written before the process ends.
         finished_recving: Pulls that completed: their KV is in place.
         offered: Followed requests with their params.
+        followed: Tickets of requests whose followers wait for a piece (`LendPiece`).
         not_offered: Followed requests that are not offered.
         found: Results of lookups, each with its request's id.
         stored: Stores that completed. Their blocks may be reused.
@@ -219,6 +252,7 @@ class Finished:
     finished_sending: list[LeaseEnd] = field(default_factory=list)
     finished_recving: list[PullResult] = field(default_factory=list)
     offered: list[Offer] = field(default_factory=list)
+    followed: list[str] = field(default_factory=list)
     not_offered: list[Failed] = field(default_factory=list)
     found: list[tuple[str, Found]] = field(default_factory=list)
     stored: list[Stored] = field(default_factory=list)

@@ -7,7 +7,7 @@ decides whether another attempt follows (`core/attempts.py`).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from asynckv import errors
 from asynckv.core.attempts import RETRYABLE, Request, RequestState, blocks_of
 from asynckv.core.following import Following
 from asynckv.core.pull import Pull
-from asynckv.core.types import How, Reason
+from asynckv.core.types import How, KVTransferParams, Reason
 from asynckv.engine.driver import Driver
 from asynckv.errors import EngineClosed, PullCancelled, PullError
 from asynckv.geometry.layout import Layout
@@ -48,9 +48,12 @@ ERRORS: Mapping[Reason, type[PullError]] = {
 
 
 class Caller:
-    """A coroutine that waits for the end of a request."""
+    """A coroutine that waits for the end of a request. `begin_early` takes the first piece of one that is followed."""
 
     _news: asyncio.Event | None = None
+
+    def __init__(self, begin_early: Callable[[KVTransferParams], object] | None = None) -> None:
+        self._begin_early = begin_early
 
     def ended(self, job: Request | Following) -> None:
         if self._news is not None:
@@ -59,6 +62,10 @@ class Caller:
     def returned(self, job: Request | Following, is_retired: bool) -> None:
         """Do nothing: `PullError.returned` asks the driver, and the core has released a late offer."""
 
+    def offered(self, following: Following, piece: KVTransferParams) -> None:
+        if self._begin_early is not None:
+            self._begin_early(piece)
+
     async def offer(self, driver: Driver, following: Following) -> dict[str, Any]:
         """Wait for the params of a request that is followed, or raise `NoOffer`."""
         core, self._news = driver.core, asyncio.Event()
@@ -66,12 +73,16 @@ class Caller:
             if following.is_open:
                 await self._news.wait()
         except asyncio.CancelledError:
-            if following.params is not None:  # nobody hears of the offer, which came just now
+            # Nobody hears of an offer that came just now.
+            if following.params is not None and not core.is_early(following.request_id):
                 core.discharge(following.follow_id, following.params, following.cohort.id, driver.clock.now())
             else:
-                core.cancel(following.request_id, driver.clock.now())
+                core.cancel(following.request_id, driver.clock.now(), params=following.params)
             driver.soon()
             raise
+        if following.params is None and core.is_early(following.request_id):
+            core.cancel(following.request_id, driver.clock.now())
+            driver.soon()
         return offer_of(following)
 
     async def wait(self, driver: Driver, request: Request) -> PullResult:
@@ -110,6 +121,8 @@ def outcome(driver: Driver, request: Request) -> PullResult:
     pull = request.pull
     if request.refusal is not None:
         raise request.refusal
+    if not request.attempts:
+        raise _early(driver, request)
     if pull is None or pull.reason is None:
         raise EngineClosed("the engine was closed")
     if pull.reason is Reason.COMPLETE:
@@ -149,6 +162,25 @@ def error_of(driver: Driver, pull: Pull) -> PullError:
         is_retryable=pull.reason in RETRYABLE and pull.blame.how is not How.RECALLED,
         attempts=pull.attempt,
     )
+
+
+def _early(driver: Driver, request: Request) -> PullError:
+    """Return the error of a request that ended before its first attempt. A piece may still write its blocks."""
+    wanted, pull = request.wanted, request.pull
+    error = None if pull is None or pull.reason in (None, Reason.COMPLETE) else error_of(driver, pull)
+    if error is None or request.stopped is Reason.CANCELLED:
+        reason = request.stopped or Reason.TIMEOUT
+        error = ERRORS[reason](
+            f"request {wanted.request_id[:200]!r} ended before its first attempt: {reason}",
+            request_id=wanted.request_id,
+            reason=reason.value,
+            failed_in="head_start",
+            held={} if error is None else error.held,
+            wait_returned=None if error is None else error.returned,
+        )
+    if request.stopped is not Reason.CANCELLED:  # no pull says it in the log
+        driver.recorder.pull_refused(wanted.request_id, wanted.params, error, driver.clock.now())
+    return error
 
 
 def _cancelled(last: PullError) -> PullCancelled:

@@ -37,6 +37,7 @@ from asynckv.core.outbox import (
     PullReached,
     RemovePeer,
     RequestReached,
+    TicketFollowed,
     Traced,
 )
 from asynckv.core.peer import Peer
@@ -58,6 +59,7 @@ TURNED_AWAY = (
     "authorized keys"
 )
 HOW, R = frozenset(How), members(Reason)
+SILENT = (Kind.PIECE, Kind.DISCHARGE)  # pulls that are part of another, or have no caller
 EXPECTED: Mapping[Reason, told.Level] = {R.CANCELLED: "debug", R.WITHDRAWN: "info", R.ENGINE_CLOSED: "info"}
 POST_SLICE_S = 0.0005  # a turn plans and posts for so long, and then for as much CPU: no holder of the GIL ends both
 BEAT_S = 0.25  # while anything is under way the timer runs at least this often, to notice that the loop was away
@@ -116,6 +118,7 @@ class Driver:
         turned: Event that every turn sets, for tasks that wait for an end.
         release_s: Seconds that the last releases took in the background.
         data_down: Reason for which the data plane does not serve now; empty while it does.
+        on_followed: Called with a ticket when a follower waits for a piece of its request.
         control_down: Reason for which the control plane has ended by itself; empty while it serves.
     """
 
@@ -139,6 +142,7 @@ class Driver:
         self.began_at = math.inf
         self.observers = Observers(recorder)
         self.guests: list[EngineGuest] = []
+        self.on_followed: Callable[[str], None] = lambda _: None
         self.data_down = self.control_down = ""
         self._returning: dict[PullId, asyncio.Event] = {}  # pulls with blocks that a caller waits for
         self._loading: set[asyncio.Task[None]] = set()
@@ -399,7 +403,7 @@ class Driver:
                 else:
                     self._has_waited = True
                     self.soon()
-            is_serving = bool(core.prefill.leases)
+            is_serving = core.prefill.is_read
             if is_serving is not self._is_serving:
                 self.data.watch(is_serving)
                 self._is_serving = is_serving
@@ -479,23 +483,23 @@ class Driver:
                 match command:
                     case PullReached(pull, M.ENDED):
                         if not pull.is_returned:
-                            pull.was_held = True
+                            pull.was_held = pull.kind is not Kind.PIECE
                             outbox.counters["blocks.kept"] += 1
                         elif self._returning:
                             self._tell_returned(pull)
-                        if pull.kind is not Kind.DISCHARGE:
+                        if pull.kind not in SILENT:
                             self.tell(self.observers.pull_ended, pull, now)
                     case RequestReached(request, M.ENDED):
                         if request.waiter is not None:
                             request.waiter.ended(request)
-                    case PullReached(pull, M.OVER):
+                    case PullReached(pull, M.OVER) if pull.kind is not Kind.PIECE:
                         self.release_s.append(pull.measures.released_at - pull.published_at)
                         self.tell(self.observers.pull_over, pull, now)
                     case PullReached(pull, M.RETURNED):
                         self._tell_returned(pull)
                         if pull.was_held:
                             recorder.blocks_returned(pull, now)
-                    case PullReached(pull):  # M.RETIRED
+                    case PullReached(pull, M.RETIRED):
                         self._tell_returned(pull)
                         self.tell(self.observers.blocks_retired, pull, now)
                     case RequestReached(request, M.RETURNED | M.RETIRED):
@@ -505,8 +509,13 @@ class Driver:
                         assert request.pull is not None
                         recorder.pull_tried_again(request.pull, request.next_at - now)
                         self.tell(self.observers.pull_retried, request.pull, now)
-                    case FollowReached(following, is_late):
+                    case FollowReached(following, is_late, None):
                         self._tell_follow(following, is_late, now)
+                    case FollowReached(following, _, piece):
+                        if piece is not None and following.waiter is not None:
+                            following.waiter.offered(following, piece)
+                    case TicketFollowed(ticket):
+                        self.on_followed(ticket)
                     case LeaseOver(lease):
                         if lease.on_end is not None:
                             lease.on_end()
@@ -529,6 +538,8 @@ class Driver:
                         self.tell(self.observers.peer_changed, peer, before, after, now)
                     case Traced(subject, entries):
                         recorder.traced(subject, entries)
+                    case PullReached():
+                        pass  # nobody hears of a piece
                     case Told():
                         recorder.log(command, now)
                     case _:

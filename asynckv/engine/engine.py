@@ -23,7 +23,7 @@ from asynckv.account.values import Facts, Lag
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, number, seconds, shown, text, texts
 from asynckv.config import MAX_RETRIES, EngineConfig
 from asynckv.core.attempts import Request, Waiter
-from asynckv.core.following import Following
+from asynckv.core.following import Follower, Following
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
@@ -50,7 +50,7 @@ from asynckv.engine.lag import LoopLag
 from asynckv.engine.lent import LentRequest, recallable
 from asynckv.engine.observation import Observation
 from asynckv.errors import AsyncKVError, ConfigError, EngineClosed, LocalProtocolError
-from asynckv.geometry.blocks import BlockIds
+from asynckv.geometry.blocks import BlockIds, check_block_ids
 from asynckv.geometry.bounds import MAX_RANKS, MAX_TOKENS
 from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import Layout, fingerprint
@@ -418,9 +418,60 @@ class Engine:
         driver.soon()  # first, because nothing may begin without a turn
         now = self._clock.now()
         checked = check_ticket(ticket) if not isinstance(ticket, str) or ticket else ""
-        lease = driver.core.lend(wanted, num_readers, now, checked)
+        try:
+            lease = driver.core.lend(wanted, num_readers, now, checked)
+        except AsyncKVError:
+            if checked:  # its caller takes the blocks for free, and pieces must not outlive them
+                driver.core.prefill.offers.end_pieces(checked)
+            raise
         driver.tell(driver.observers.lease_lent, lease, wanted, now)
         return LentRequest(driver, lease)
+
+    def lend_piece(self, params: KVTransferParams | Mapping[str, Any], ticket: str) -> None:
+        """Lend finished blocks of a request that is still computed, to a decode engine that follows its ticket.
+
+        Call it on every prefill rank, only for whole blocks, and only once **every** rank has written them. Give groups
+        whose blocks may still change an empty list: windows, states and drafts. Lend the request at its end as any
+        other, with its ticket and all of its blocks. A piece that nobody reads costs nothing.
+
+        A piece holds no block. All pieces of a ticket end with its loan, with `withdraw_ticket`, or with `end_pieces`.
+
+        Args:
+            params: Params of their own, from `PrefillRanks.make_params(..., written=True, recall=True)`; `num_tokens`
+                is where the piece ends.
+            ticket: The request's ticket.
+
+        Raises:
+            EngineClosed: The engine is closed or draining.
+            PlanRefused: The blocks do not fit the layout.
+            LocalProtocolError: The params are of another engine, lack `written` or `recall`, or were used before.
+        """
+        self._home.here(self.lend_piece)
+        wanted, ticket = decode_params(params), check_ticket(ticket)
+        if not (wanted.written and wanted.recall is True):
+            raise LocalProtocolError(
+                f"the params of piece {wanted.request_id[:200]!r} do not say that it is written and may be taken back; "
+                f"make them with written=True and recall=True"
+            )
+        self._driver.soon()
+        self._driver.core.lend(wanted, 1, self._clock.now(), ticket, is_piece=True)
+
+    def end_pieces(self, ticket: str) -> None:
+        """Take back all pieces of a request, before its blocks are used for anything else, as after a preemption.
+
+        When this returns, no reader can prove a read of them any more. Call it on every prefill rank.
+
+        Raises:
+            EngineClosed: The engine was not started.
+            LocalProtocolError: The ticket is malformed.
+        """
+        self._home.here(self.end_pieces)
+        self._driver.core.prefill.offers.end_pieces(check_ticket(ticket))
+
+    def is_followed(self, ticket: str) -> bool:
+        """Return True if a decode engine waits for a piece of the request that came with a ticket."""
+        self._home.here(self.is_followed)
+        return self._driver.core.prefill.offers.is_followed(check_ticket(ticket))
 
     def withdraw(self, params: KVTransferParams | Mapping[str, Any]) -> None:
         """Declare that a request was aborted and will never be lent. Call it on every prefill rank.
@@ -515,11 +566,17 @@ class Engine:
         *,
         wait_s: float | None = None,
         cohort_id: str = "",
+        groups: Groups | None = None,
+        hashes: Sequence[str] | None = None,
     ) -> dict[str, Any]:
         """Wait for the params of a request that its prefill engine still computes.
 
         Call it on every decode rank. Give the params of the first rank that has some to `announce` or `pull` on all
         ranks, and cancel the others. An offer that comes after the end is released by this rank alone.
+
+        With `groups` the rank has a head start: it fills these blocks with pieces that the prefill engine lends
+        meanwhile (`lend_piece`). Give `pull` the same id and blocks then. If this raises, or you `cancel` the request,
+        wait for `returned` before anything else uses the blocks.
 
         Args:
             request_id: The decode side's id.
@@ -527,6 +584,8 @@ class Engine:
                 engine that got the same ticket.
             wait_s: Seconds to wait; `pull.follow_s` if left out.
             cohort_id: As for `pull`.
+            groups: The blocks of the whole request, as for `pull`.
+            hashes: As for `pull`; pieces of another prompt are not read.
 
         Returns:
             The params.
@@ -538,25 +597,62 @@ class Engine:
             PlanRefused: The ranks are no whole group, or one of them is this very rank.
             RemoteProtocolError: `follow` is malformed.
         """
-        caller = Caller()
-        return await caller.offer(self._driver, self._begin_follow(caller, request_id, follow, wait_s, cohort_id))
+        given = self._blocks(groups)
+        if hashes is not None:
+            hashes = texts("hashes", hashes, MAX_HASHES, MAX_NAME)
+
+        def begin_early(piece: KVTransferParams) -> None:
+            self._begin_early(None, request_id, given, piece, None, cohort_id, hashes)
+
+        caller = Caller(begin_early)
+        takes_pieces = groups is not None
+        following = self._begin_follow(caller, request_id, follow, wait_s, cohort_id, takes_pieces)
+        return await caller.offer(self._driver, following)
+
+    def _blocks(self, groups: Groups | None) -> Groups:
+        """Return lists of blocks that can be iterated over again, and refuse any that do not fit the layout."""
+        given = () if groups is None else tuple(groups)
+        if groups is not None:
+            check_block_ids(self.registration.layout, given)
+        return given
 
     def _begin_follow(
         self,
-        waiter: Waiter[Any],
+        waiter: Follower,
         request_id: str,
         follow: FollowParams | Mapping[str, Any],
         wait_s: float | None,
         cohort_id: str,
+        takes_pieces: bool = False,
     ) -> Following:
-        """Begin to follow; the waiter is told of the end, and of an offer that comes later."""
+        """Begin to follow; the waiter is told of the end, of an offer that comes later, and of a first piece."""
         self._home.here(self.follow)
         wait = self.config.pull.follow_s if wait_s is None else seconds("wait_s", wait_s)
         request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
         self._driver.soon()
-        following = self._driver.core.follow(request_id, decode_follow(follow), cohort_id, wait, self._clock.now())
+        following = self._driver.core.follow(
+            request_id, decode_follow(follow), cohort_id, wait, self._clock.now(), takes_pieces=takes_pieces
+        )
         following.waiter = waiter
         return following
+
+    def _begin_early(
+        self,
+        waiter: Waiter[Request] | None,
+        request_id: str,
+        groups: Groups,
+        params: KVTransferParams | Mapping[str, Any],
+        num_tokens: int | None,
+        cohort_id: str,
+        hashes: Sequence[str] | None,
+    ) -> Request:
+        """Begin to fill blocks with pieces, the first of which these params describe."""
+        self._home.here(self.follow)
+        self._driver.soon()
+        wanted = PullRequest(request_id, groups, decode_params(params), cohort_id, hashes, num_tokens)
+        request = self._driver.core.start_early(wanted, self._clock.now())
+        request.waiter = waiter
+        return request
 
     def _offer_of(self, following: Following) -> dict[str, Any]:
         return offer_of(following)
@@ -745,7 +841,8 @@ class Engine:
             driver.core.discharge(request_id, wanted, cohort_id, self._clock.now())
             return True
         driver.soon()
-        return driver.core.cancel(request_id, self._clock.now(), follows_on=follows_on)
+        given = None if params is None else decode_params(params)
+        return driver.core.cancel(request_id, self._clock.now(), follows_on=follows_on, params=given)
 
     async def returned(self, request_id: str) -> None:
         """Wait until no pull of a request can write any block. Return at once if nothing is held.
@@ -783,6 +880,10 @@ class Engine:
     @property
     def _is_asleep(self) -> bool:
         return self._driver.core.decode.alive_at == math.inf
+
+    def _when_followed(self, call: Callable[[str], None]) -> None:
+        """Call this with a ticket when a decode engine waits for a piece of its request."""
+        self._driver.on_followed = call
 
     def _tell_outside(self, call: Callable[[], None]) -> None:
         """Call a function of the application. Its exceptions are counted, because no request is to suffer for them."""

@@ -1,0 +1,101 @@
+"""What a decode rank reads of a request that its prefill engine still computes.
+
+Finished chunks are lent as *pieces*. A rank reads one piece at a time into the blocks of the request. What a piece has
+brought counts once it is proven. It has no outcome of its own: the pull of the request begins where the pieces end, and
+decides alone. What they did not bring, or brought of another prompt, that pull reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from asynckv.core.types import Key, KVTransferParams
+from asynckv.errors import LocalProtocolError
+from asynckv.geometry.blocks import BlockList
+from asynckv.geometry.layout import Layout
+from asynckv.geometry.pairing import BlockLists, common_prefix
+
+
+@dataclass(slots=True, eq=False)
+class HeadStart:
+    """The pieces of one request on one rank. All of them bring the same groups; the request's pull reads the others."""
+
+    layout: Layout
+    blocks: tuple[BlockList, ...]  # of the whole request, per group
+    hashes: Sequence[str] | None
+    have: int = 0  # tokens from the prompt's start that are proven, or were there before
+    groups: frozenset[int] = frozenset()  # those that pieces bring
+    newest: KVTransferParams | None = None  # the newest piece that was read
+    tried: Key | None = None
+    waiting: KVTransferParams | None = None  # the piece to read next
+    num_pieces: int = 0
+    num_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.have = min((first for first, ids in self.blocks if len(ids)), default=0)
+
+    def lists(self, piece: KVTransferParams) -> BlockLists | None:
+        """Return the blocks that a piece fills; None if it leaves a gap, adds nothing, or is of another prompt."""
+        end, brings = piece.num_tokens, self._brings(piece)
+        is_piece = len(piece.groups) == len(self.blocks) and piece.recall is True and piece.written
+        if not is_piece or not brings or end <= self.have or (self.groups and self.groups != brings):
+            return None
+        if self.hashes is not None and common_prefix(self.hashes, piece.hashes, piece.hash_tokens, end) < end:
+            return None
+        local = list[BlockList]()
+        for group, (first, ids) in enumerate(self.blocks):
+            start, size = max(first, self.have), self.layout.groups[group].block_size
+            if group not in brings or not len(ids):
+                local.append((end, ids[:0]))
+            elif piece.groups[group].first_token > start or first // size + len(ids) < -(-end // size):
+                return None
+            else:
+                local.append((start, ids[start // size - first // size : -(-end // size) - first // size]))
+        lists = BlockLists(local, piece.groups, end)
+        return None if lists.is_empty else lists
+
+    def took(self, piece: KVTransferParams, num_bytes: int) -> None:
+        """Count a piece that is proven."""
+        self.have, self.newest, self.groups = piece.num_tokens, piece, self._brings(piece)
+        self.num_pieces, self.num_bytes = self.num_pieces + 1, self.num_bytes + num_bytes
+
+    def _brings(self, piece: KVTransferParams) -> frozenset[int]:
+        """Return the groups that a piece brings. States and windows are valid only at the last token."""
+        pairs = zip(self.layout.groups, piece.groups, strict=False)
+        return frozenset(
+            i for i, (own, lent) in enumerate(pairs) if lent.runs and own.kind != "state" and not own.window
+        )
+
+    def rest(self, blocks: tuple[BlockList, ...], num_tokens: int, params: KVTransferParams) -> tuple[BlockList, ...]:
+        """Return what the request's pull has to fill of these blocks, from a whole block of each group on.
+
+        Raises:
+            LocalProtocolError: They are not the blocks that pieces have filled.
+        """
+        if self.newest is None:
+            return blocks
+        have, newest = min(self.have, num_tokens), self.newest
+        if newest.hash_tokens == params.hash_tokens:
+            have = min(have, _agreed(newest, params))
+        left = list(blocks)
+        for group in self.groups:
+            (first, ids), (filled_from, filled) = blocks[group], self.blocks[group]
+            size = self.layout.groups[group].block_size
+            places = -(-have // size) - first // size
+            if first != filled_from or not np.array_equal(ids[:places], filled[:places]):
+                raise LocalProtocolError(f"group {group} names other blocks than those that the request's pieces fill")
+            start = have - have % size
+            if start > first:
+                left[group] = start, ids[start // size - first // size :]
+        return tuple(left)
+
+
+def _agreed(piece: KVTransferParams, params: KVTransferParams) -> int:
+    """Return the number of a piece's tokens on which its hashes and those of the request agree."""
+    whole = piece.num_tokens // piece.hash_tokens if piece.hash_tokens else 0
+    if piece.hashes[:whole] == params.hashes[:whole]:
+        return piece.num_tokens
+    return common_prefix(piece.hashes, params.hashes, piece.hash_tokens, piece.num_tokens)
