@@ -248,3 +248,37 @@ def trace_of(given: Mapping[str, str] | None) -> tuple[str, str]:
         return "", ""
     is_state = isinstance(state, str) and len(state) <= MAX_TRACESTATE and state.isascii() and state.isprintable()
     return str(parent), str(state) if is_state else ""
+
+
+class PieceSizes:
+    """Decides which finished chunks of one request become a piece: few, and so that little is left for the end.
+
+    A piece costs both sides about a millisecond of CPU. While its reader keeps up, each piece is twice as long as the
+    one before. Towards the end of the prompt a piece is as long as what is left to compute, so the last ones are short.
+    If the reader does not keep up, all that is finished when it asks becomes one piece.
+    """
+
+    def __init__(self) -> None:
+        self._begin = self._end = self._computed = self._least = 0
+        self._is_read = True
+
+    def take(self, computed: int, num_tokens: int, *, is_followed: bool) -> range | None:
+        """Return the tokens to lend as a piece now, if any; the next piece begins at their end.
+
+        Args:
+            computed: Tokens whose KV is written on every rank, rounded down to whole blocks.
+            num_tokens: Tokens of the whole prompt.
+            is_followed: True if a reader waits for a piece.
+        """
+        chunk, self._computed = computed - self._computed, computed
+        if not is_followed:
+            return None
+        if not self._is_read:
+            size, self._is_read = self._end - self._begin, True
+            keeps_up = computed - self._end <= max(2 * chunk, size // 4)  # engines hear of the reader a step late
+            self._least = 2 * size if keeps_up else 0
+        ready, left = computed - self._end, num_tokens - computed
+        if left <= 0 or ready < max(min(self._least, left), 1):
+            return None
+        self._begin, self._end, self._is_read = self._end, computed, False
+        return range(self._begin, self._end)

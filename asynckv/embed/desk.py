@@ -340,7 +340,10 @@ class _Flight:
 
     def __init__(self, desk: EngineDesk, order: Flown, result_of: Callable[[Any], object]) -> None:
         self._desk, self.order, self._result_of = desk, order, result_of
-        self.key = Pull if isinstance(order, StartEarly) else type(order), order.request_id if isinstance(order.request_id, str) else str(id(self))
+        self.key = (
+            Pull if isinstance(order, StartEarly) else type(order),
+            order.request_id if isinstance(order.request_id, str) else str(id(self)),
+        )
         self.is_held = False  # True once it was reported in `failed`, and still holds blocks
         self.is_awaited = True  # False of a follow that was cancelled, because no step may come any more
         self.bug: Exception | None = None  # an error that says nothing of blocks, which are held
