@@ -75,6 +75,7 @@ from asynckv.observe.tracing import trace_context as trace_context
 from asynckv.results import LeaseEnd as LeaseEnd
 from asynckv.results import PullResult as PullResult
 from asynckv.results import Statistics as Statistics
+from asynckv.scheduler import PieceSizes as PieceSizes
 from asynckv.scheduler import PrefillRanks as PrefillRanks
 
 __version__: str

@@ -40,15 +40,18 @@ from asynckv.edges.nic.nixl import NixlPlane
 from asynckv.embed import (
     Announce,
     Cancel,
+    EndPieces,
     EngineDesk,
     EngineThread,
     Finished,
     Follow,
     Lend,
+    LendPiece,
     Offer,
     Order,
     Pull,
     Reclaim,
+    StartEarly,
     Withdraw,
     WithdrawTicket,
 )
@@ -574,12 +577,15 @@ def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_
         Reclaim(1),
         WithdrawTicket(TICKET),
         Follow("f", target_of(pair.prefill.way.engine)),
+        StartEarly(request_id="e", groups=[(0, [4])], params=params),
+        LendPiece(params | {"written": True, "recall": True}, TICKET),
+        EndPieces(TICKET),
     ):
         orders += [
             msgspec.structs.replace(good, **{name: value})
             for name in good.__struct_fields__
             for what, value in HOSTILE.items()
-            if not (isinstance(good, Pull) and name == "timeout_s" and value is None)
+            if not (isinstance(good, Pull) and ((name == "timeout_s" and value is None) or name == "goes_on"))
         ]
     late = pair.params("late", [3])
     pair.decode.way.submit([*orders, pull("late", [9], late)])
@@ -591,9 +597,9 @@ def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_
     )
     pair.close()
     told = pair.decode.take()
-    pulls = [order for order in orders if isinstance(order, Pull)]
-    refused = [r.order for r in told.refused if isinstance(r.order, Pull)]
-    assert {order.request_id for order in refused} <= {"p"}, "only one at a time can have an id"
+    pulls = [order for order in orders if isinstance(order, Pull | StartEarly)]
+    refused = [r.order for r in told.refused if isinstance(r.order, Pull | StartEarly)]
+    assert {order.request_id for order in refused} <= {"p", "e"}, "only one at a time can have an id"
     assert len(told.failed) + len(told.finished_recving) + len(refused) == len(pulls) + 1
     assert [id(r.order) for r in told.refused[: len(HOSTILE)]] == [id(value) for value in HOSTILE.values()]
     follows = [order for order in orders if isinstance(order, Follow)]

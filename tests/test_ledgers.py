@@ -1357,7 +1357,7 @@ def test_no_text_shows_a_ticket_or_a_key() -> None:
     for each in (*shown, decode.get("a"), [Refused(order, LocalProtocolError("no")) for order in shown[:3]]):
         assert "decaf" not in repr(each)
         assert params["key"][3] not in repr(each)
-    assert repr(shown[0]) == "Follow(request_id='a', wait_s=None, cohort_id='')"
+    assert repr(shown[0]) == "Follow(request_id='a', wait_s=None, cohort_id='', takes_pieces=False)"
     with pytest.raises(LocalProtocolError) as refused:
         prefill.withdraw_ticket(f"{TICKET}0")
     assert "decaf" not in str(refused.value)

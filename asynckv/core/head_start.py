@@ -1,6 +1,6 @@
-"""What a decode rank reads of a request that its prefill engine still computes.
+"""Pieces of a request that its prefill engine still computes, as a decode rank reads them.
 
-Finished chunks are lent as *pieces*. A rank reads one piece at a time into the blocks of the request. What a piece has
+A rank reads one piece at a time into the blocks of the request. What a piece has
 brought counts once it is proven. It has no outcome of its own: the pull of the request begins where the pieces end, and
 decides alone. What they did not bring, or brought of another prompt, that pull reads.
 """

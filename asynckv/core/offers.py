@@ -10,10 +10,10 @@ ticket to one prefill rank. What the rank knows of the ticket decides the answer
 
 An offer only tells params. The lease judges claims as if they had come through a router.
 
-While a request with a ticket is computed, its finished chunks can be lent as *pieces*. Only a follower that says what it
-has is offered one, and a rank lends them to one cohort. A piece holds nothing: its owner takes all pieces of a ticket
-back in one call, and they never outlive the request's loan. A follower reads a piece, and then claims it. A granted
-claim proves the read (`core/source.py`), because an ended piece grants nothing.
+While a request with a ticket is computed, its finished chunks can be lent as *pieces*. Only a follower that says what
+it has is offered one, and one cohort per ticket. A piece holds nothing: its owner takes all pieces of a ticket back in
+one call, and they never outlive the request's loan. A follower reads a piece, and then claims it. A granted claim
+proves the read (`core/source.py`), because an ended piece grants nothing.
 """
 
 from __future__ import annotations

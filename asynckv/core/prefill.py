@@ -292,11 +292,6 @@ class PrefillSide:
             self.revoke(lease, now, "no_room")
         return tuple(revoked)
 
-    @property
-    def is_read(self) -> bool:
-        """Return True while remote ranks may be reading: a request that is lent, or a piece."""
-        return bool(self.leases or self.offers.unread)
-
     def claimed_at(self, now: float) -> list[float]:
         """Return the time of the first claim of each request that is not lent, and that readers still wait for."""
         return [first for first, last in self._claimed.values() if now - last <= self._config.parked_s]

@@ -370,9 +370,10 @@ class DecodeLedger(_Ledger):
             LocalProtocolError: The request may not be pulled (`may_pull`).
         """
         fetch = self._current.get(request_id)
-        if fetch is None or fetch.params is None:
-            raise LocalProtocolError(f"request {request_id[:200]!r} was not announced or offered, or is over")
-        goes_on = fetch.state is State.EARLY
+        if fetch is None:
+            raise LocalProtocolError(f"request {request_id[:200]!r} was not announced, or is over")
+        if (goes_on := fetch.state is State.EARLY) and fetch.params is None:
+            raise LocalProtocolError(f"request {request_id[:200]!r} has a head start, and is not offered yet: may_pull")
         self._move(fetch, Event.PULL)
         fetch.groups = groups
         self._order(

@@ -598,8 +598,6 @@ class Engine:
             RemoteProtocolError: `follow` is malformed.
         """
         given = self._blocks(groups)
-        if hashes is not None:
-            hashes = texts("hashes", hashes, MAX_HASHES, MAX_NAME)
 
         def begin_early(piece: KVTransferParams) -> None:
             self._begin_early(None, request_id, given, piece, None, cohort_id, hashes)
@@ -611,9 +609,10 @@ class Engine:
 
     def _blocks(self, groups: Groups | None) -> Groups:
         """Return lists of blocks that can be iterated over again, and refuse any that do not fit the layout."""
-        given = () if groups is None else tuple(groups)
-        if groups is not None:
-            check_block_ids(self.registration.layout, given)
+        if groups is None:
+            return ()
+        given = tuple(groups) if isinstance(groups, Iterable) else groups
+        check_block_ids(self.registration.layout, given)
         return given
 
     def _begin_follow(
@@ -629,9 +628,10 @@ class Engine:
         self._home.here(self.follow)
         wait = self.config.pull.follow_s if wait_s is None else seconds("wait_s", wait_s)
         request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
+        takes_pieces, target = flag("takes_pieces", takes_pieces), decode_follow(follow)
         self._driver.soon()
         following = self._driver.core.follow(
-            request_id, decode_follow(follow), cohort_id, wait, self._clock.now(), takes_pieces=takes_pieces
+            request_id, target, cohort_id, wait, self._clock.now(), takes_pieces=takes_pieces
         )
         following.waiter = waiter
         return following
@@ -648,6 +648,11 @@ class Engine:
     ) -> Request:
         """Begin to fill blocks with pieces, the first of which these params describe."""
         self._home.here(self.follow)
+        request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
+        if num_tokens is not None:
+            num_tokens = integer("num_tokens", num_tokens, 0, MAX_TOKENS)
+        if hashes is not None:
+            hashes = texts("hashes", hashes, MAX_HASHES, MAX_NAME)
         self._driver.soon()
         wanted = PullRequest(request_id, groups, decode_params(params), cohort_id, hashes, num_tokens)
         request = self._driver.core.start_early(wanted, self._clock.now())
