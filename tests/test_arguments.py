@@ -111,6 +111,7 @@ CLASSES = {
     "Offload",
     "OffloadConfig",
     "PrefillRanks",
+    "PieceSizes",  # in tests/test_head_start.py
     "Metrics",  # these in tests/test_metrics.py and tests/test_tracing.py
     "MetricsEndpoint",
     "Tracing",

@@ -102,7 +102,7 @@ class Service:
         self.world.check()
         for rank in self.prefill:
             offers = rank.core.prefill.offers
-            assert not (offers.pieces or offers.unread or offers._pieces or offers.lent)
+            assert [offers.pieces, offers.unread, offers._pieces, offers.lent] == [{}] * 4
             assert rank.core.is_idle
         assert all(rank.core.is_idle for rank in self.decode)
 
@@ -316,7 +316,7 @@ def test_pieces_end_with_their_loan_or_ticket_in_the_same_call(way: str) -> None
             release = Release(params.key, "p", cohort, "x", Outcome.COMPLETE)
             core.prefill.receive(release, ReplyTo(b""), "s", world.time(prefill))
         assert lease.is_over
-    assert not (offers.pieces or offers.unread)
+    assert [offers.pieces, offers.unread] == [{}] * 2
 
 
 def test_no_piece_is_lent_under_a_ticket_that_has_ended_or_is_lent() -> None:
@@ -328,7 +328,7 @@ def test_no_piece_is_lent_under_a_ticket_that_has_ended_or_is_lent() -> None:
         else:
             prefill.core.withdraw_ticket(TICKET)
         service.piece(0, 2)
-        assert not (prefill.core.prefill.offers.pieces or prefill.core.prefill.offers._pieces)
+        assert [prefill.core.prefill.offers.pieces, prefill.core.prefill.offers._pieces] == [{}] * 2
 
 
 def test_a_claim_that_comes_before_its_piece_waits_for_it() -> None:
@@ -409,7 +409,8 @@ def test_a_piece_is_no_request_on_either_side() -> None:
     service = Service()
     world, (prefill,), (decode,) = service.world, service.prefill, service.decode
     service.early(2)
-    assert prefill.inspect.requests(0.0) == prefill.inspect.holds(0.0) == ()
+    assert prefill.inspect.requests(0.0) == ()
+    assert prefill.inspect.holds(0.0) == ()
     assert prefill.core.prefill.reclaim(100, world.time(prefill)) == ()
     world.run()
     assert prefill.leases_ended == []

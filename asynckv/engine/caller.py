@@ -51,9 +51,7 @@ class Caller:
     """A coroutine that waits for the end of a request. `begin_early` takes the first piece of one that is followed."""
 
     _news: asyncio.Event | None = None
-
-    def __init__(self, begin_early: Callable[[KVTransferParams], object] | None = None) -> None:
-        self._begin_early = begin_early
+    begin_early: Callable[[KVTransferParams], object] | None = None
 
     def ended(self, job: Request | Following) -> None:
         if self._news is not None:
@@ -63,8 +61,8 @@ class Caller:
         """Do nothing: `PullError.returned` asks the driver, and the core has released a late offer."""
 
     def offered(self, following: Following, piece: KVTransferParams) -> None:
-        if self._begin_early is not None:
-            self._begin_early(piece)
+        if self.begin_early is not None:
+            self.begin_early(piece)
 
     async def offer(self, driver: Driver, following: Following) -> dict[str, Any]:
         """Wait for the params of a request that is followed, or raise `NoOffer`."""

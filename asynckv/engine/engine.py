@@ -597,23 +597,14 @@ class Engine:
             PlanRefused: The ranks are no whole group, or one of them is this very rank.
             RemoteProtocolError: `follow` is malformed.
         """
-        given = self._blocks(groups)
-
-        def begin_early(piece: KVTransferParams) -> None:
-            self._begin_early(None, request_id, given, piece, None, cohort_id, hashes)
-
-        caller = Caller(begin_early)
-        takes_pieces = groups is not None
-        following = self._begin_follow(caller, request_id, follow, wait_s, cohort_id, takes_pieces)
+        self._home.here(self.follow)
+        caller, chain = Caller(), None if hashes is None else texts("hashes", hashes, MAX_HASHES, MAX_NAME)
+        if groups is not None:
+            given = tuple(groups) if isinstance(groups, Iterable) else groups
+            check_block_ids(self.registration.layout, given)
+            caller.begin_early = lambda piece: self._begin_early(None, request_id, given, piece, None, cohort_id, chain)
+        following = self._begin_follow(caller, request_id, follow, wait_s, cohort_id, groups is not None)
         return await caller.offer(self._driver, following)
-
-    def _blocks(self, groups: Groups | None) -> Groups:
-        """Return lists of blocks that can be iterated over again, and refuse any that do not fit the layout."""
-        if groups is None:
-            return ()
-        given = tuple(groups) if isinstance(groups, Iterable) else groups
-        check_block_ids(self.registration.layout, given)
-        return given
 
     def _begin_follow(
         self,
