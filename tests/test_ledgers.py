@@ -467,11 +467,22 @@ class EarlyMachine(FollowMachine):
         honest = self.ledger.follow
         self.ledger.follow = lambda *args: honest(*args, takes_pieces=True)  # type: ignore[method-assign, assignment]
 
-    @rule(number=RANKS, data=st.data())
-    def a_piece_is_offered(self, number: int, data: st.DataObject) -> None:
-        if (rank := self.ranks[number]) is not None and (names := sorted(rank.follows.keys() - rank.early.keys())):
-            rank.news.offered.append(Offer(data.draw(st.sampled_from(names)), new_params("piece"), is_piece=True))
-            self.step(refuses=False, joins=False)
+    @rule(request_id=IDS, which=st.integers(0, 1), number=RANKS, goes_on=st.booleans())
+    def a_piece_is_offered(self, request_id: str, which: int, number: int, goes_on: bool) -> None:
+        """Follow a new ticket, and mostly get far enough for a head start, and for the offer of the whole."""
+        if request_id not in self.live:
+            self.announce(request_id, which, True, "")
+        for turn in range(3):
+            self.step(refuses=False, joins=True)
+            rank = self.ranks[number]
+            if rank is None or request_id not in rank.follows:
+                return
+            if turn == 0 and request_id not in rank.early:
+                rank.news.offered.append(Offer(request_id, new_params("piece"), is_piece=True))
+            elif turn == 1:
+                self.start(request_id)
+            elif goes_on:
+                rank.offer(request_id, self.lent.setdefault(rank.follows[request_id], new_params()))
 
     @rule(request_id=IDS)
     def start(self, request_id: str) -> None:
