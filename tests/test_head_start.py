@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynckv import LocalProtocolError, PieceSizes, PrefillRanks, PullConfig
+from asynckv import LocalProtocolError, NoOffer, PieceSizes, PlanRefused, PrefillRanks, PullConfig
 from asynckv.core.attempts import Request, RequestState
 from asynckv.core.following import Following
 from asynckv.core.head_start import HeadStart
@@ -18,9 +19,10 @@ from asynckv.core.pull import Kind, Pull, PullRequest
 from asynckv.core.types import Cohort, FollowParams, KVTransferParams, Outcome, Reason, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Follow, Release, decode_packet
 from asynckv.geometry.blocks import check_block_ids
+from tests.engines import Bench, Side, until
+from tests.test_follows import TICKET, target_of
 from tests.world import BLOCK, Rank, World, make_layout, opened, ranks_of
 
-TICKET = "0123456789abcdef" * 2
 HERE, THERE = (1, 2, 3, 4), (7, 5, 6, 3)  # the blocks of the request on either side
 
 
@@ -500,3 +502,86 @@ def test_a_slow_reader_is_given_all_that_is_finished_when_it_asks() -> None:
 
 
 PIECE = Service().params(2, 0, "p", recall=True)
+
+
+# -- engines ---------------------------------------------------------------------------------------------------------
+
+
+async def beginning(prefill: Side, decode: Side, group: PrefillRanks) -> asyncio.Task[dict[str, Any]]:
+    """Follow a request of four blocks with a head start, and read a piece of its first two."""
+    follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))]))
+    await until(lambda: prefill.engine.is_followed(TICKET))
+    piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
+    prefill.engine.lend_piece(piece, TICKET)
+    await until(lambda: prefill.engine.is_followed(TICKET))
+    return follow
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("real", [False, True])
+async def test_an_engine_reads_ahead_and_then_the_rest(real: bool) -> None:
+    async with Bench(real).pair() as (prefill, decode, group):
+        follow = await beginning(prefill, decode, group)
+        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
+        lent = prefill.engine.lend(params, ticket=TICKET)
+        assert await follow == params
+        result = await decode.engine.pull("d", [(0, list(HERE))], params)
+        assert result.num_tokens == 64
+        assert decode.blocks(list(HERE)) == prefill.blocks(list(THERE))
+        assert (await lent.wait_released()).cause == "released"
+        counters = decode.engine.statistics().counters
+        assert (counters["pieces.complete"], counters["pulls.complete"]) == (1, 1)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["cancel", "withdrawn", "close"])
+async def test_an_engine_gives_the_blocks_back_when_what_it_follows_ends(how: str) -> None:
+    async with Bench(False).pair() as (prefill, decode, group):
+        follow = await beginning(prefill, decode, group)
+        assert [hold.reason for hold in decode.engine.holds()] != []
+        if how == "cancel":
+            follow.cancel()
+        elif how == "withdrawn":
+            prefill.engine.withdraw_ticket(TICKET)
+        else:
+            await decode.engine.aclose()
+        with pytest.raises((asyncio.CancelledError, NoOffer)):
+            await follow
+        if how != "close":
+            await decode.engine.returned("d")
+            await until(lambda: not decode.engine.holds())
+
+
+@pytest.mark.anyio
+async def test_an_offer_that_its_caller_does_not_hear_of_is_released_also_with_a_head_start() -> None:
+    async with Bench(False).pair() as (prefill, decode, group):
+        follow = await beginning(prefill, decode, group)
+        lent = prefill.engine.lend(group.make_params("p", [(0, list(THERE))], 64), ticket=TICKET)
+        await until(lambda: not decode.engine._driver.core.decode.follows.by_id)
+        follow.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await follow
+        assert (await lent.wait_released()).cause == "released"
+
+
+@pytest.mark.anyio
+async def test_a_loan_that_is_refused_ends_its_pieces() -> None:
+    async with Bench(False).pair() as (prefill, decode, group):
+        follow = await beginning(prefill, decode, group)
+        offers = prefill.engine._driver.core.prefill.offers
+        assert offers.pieces
+        with pytest.raises(PlanRefused):
+            prefill.engine.lend(group.make_params("p", [(0, [1, 99])], 32), ticket=TICKET)
+        assert not offers.pieces
+        follow.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await follow
+
+
+@pytest.mark.anyio
+async def test_a_piece_is_written_and_may_be_taken_back_or_is_refused() -> None:
+    async with Bench(False).pair() as (prefill, _, group):
+        for flags in list[dict[str, Any]](({"written": True}, {"recall": True}, {})):
+            with pytest.raises(LocalProtocolError, match="written=True and recall=True"):
+                prefill.engine.lend_piece(group.make_params("p", [(0, [1])], 16, **flags), TICKET)
+        assert not prefill.engine.statistics().counters.get("pieces.lent")

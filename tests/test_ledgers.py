@@ -465,7 +465,7 @@ class EarlyMachine(FollowMachine):
     def __init__(self) -> None:
         super().__init__()
         honest = self.ledger.follow
-        self.ledger.follow = lambda *args: honest(*args, takes_pieces=True)  # type: ignore[method-assign, assignment]
+        self.ledger.follow = lambda *args: honest(*args, takes_pieces=True)  # type: ignore[method-assign]
 
     @rule(request_id=IDS, which=st.integers(0, 1), number=RANKS, goes_on=st.booleans())
     def a_piece_is_offered(self, request_id: str, which: int, number: int, goes_on: bool) -> None:
