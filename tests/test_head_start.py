@@ -191,7 +191,7 @@ def test_pieces_are_offered_to_one_cohort() -> None:
     service.world.run()
     assert follow.have == 0, "it was offered nothing"
     assert service.follows[0].have == -1
-    assert prefill.core.prefill.offers.is_followed(TICKET)
+    assert not prefill.core.prefill.offers.is_followed(TICKET), "no piece would be offered"
 
 
 def test_a_piece_that_was_taken_back_while_it_was_read_counts_for_nothing_and_the_next_is_read_anew() -> None:

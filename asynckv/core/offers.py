@@ -112,9 +112,11 @@ class Offers:
                 del self.unread[ticket]
 
     def is_followed(self, ticket: str) -> bool:
-        """Return True if a follower waits for a piece."""
+        """Return True if a follower of the cohort that is offered pieces waits for one."""
         parked = [each.message for each in self._parking.by_key.get(ticket, {}).values()]
-        return any(isinstance(message, Follow) and message.have >= 0 for message in parked)
+        waiting = [x.cohort.id for x in parked if isinstance(x, Follow) and x.have >= 0]
+        pieces = self._pieces.get(ticket)
+        return bool(waiting) and (pieces is None or not pieces.cohort_id or pieces.cohort_id in waiting)
 
     def lease_ended(self, key: Key, reason: Reason) -> None:
         ticket = self.tickets.pop(key)

@@ -278,8 +278,9 @@ class RankCore:
 
     def _offered_piece(self, following: Following, piece: KVTransferParams, now: float) -> None:
         request = self.decode.between.get(following.request_id)
-        if request is not None and request.head is not None:
-            request.head.waiting = piece
+        if request is not None and (head := request.head) is not None:
+            if head.waiting is None or head.waiting.num_tokens < piece.num_tokens:  # else it is a late offer
+                head.waiting = piece
             self._ahead(request, now)
         elif following.have >= 0:
             # It needs blocks first. Until its caller has some, ask for the whole request alone.

@@ -21,7 +21,7 @@ from asynckv.core.following import Following
 from asynckv.core.pull import Pull
 from asynckv.core.types import How, KVTransferParams, Reason
 from asynckv.engine.driver import Driver
-from asynckv.errors import EngineClosed, PullCancelled, PullError
+from asynckv.errors import AsyncKVError, EngineClosed, PullCancelled, PullError
 from asynckv.geometry.layout import Layout
 from asynckv.observe.log import phases
 from asynckv.results import PullResult
@@ -62,7 +62,8 @@ class Caller:
 
     def offered(self, following: Following, piece: KVTransferParams) -> None:
         if self.begin_early is not None:
-            self.begin_early(piece)
+            with suppress(AsyncKVError):  # `pull` will refuse these blocks too, if they are still in use then
+                self.begin_early(piece)
 
     async def offer(self, driver: Driver, following: Following) -> dict[str, Any]:
         """Wait for the params of a request that is followed, or raise `NoOffer`."""
