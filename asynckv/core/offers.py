@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec import Raw
 
@@ -33,19 +34,26 @@ from asynckv.core.wire import Follow, Offered, Unfollow, encode_offer
 MAX_PIECES = 256  # pieces of one ticket; the rest of its request comes with its loan
 
 
+class Piece(NamedTuple):
+    lease: Lease
+    begin: int  # its tokens
+    end: int
+    params: Raw
+
+
 @dataclass(slots=True)
 class Pieces:
     """The pieces of one ticket, in the order in which they were lent, and the cohort that is offered them."""
 
-    lent: list[tuple[Lease, KVTransferParams]] = field(default_factory=list)
+    lent: list[Piece] = field(default_factory=list)
     cohort_id: str = ""
 
-    def behind(self, follow: Follow) -> KVTransferParams | None:
+    def behind(self, follow: Follow) -> Raw | None:
         """Return the newest piece that a follower can add to what it has, without a gap."""
         self.cohort_id = self.cohort_id or follow.cohort.id
-        for _, params in reversed(self.lent if self.cohort_id == follow.cohort.id else ()):
-            if max(runs.first_token for runs in params.groups if runs.runs) <= follow.have < params.num_tokens:
-                return params
+        for piece in reversed(self.lent if self.cohort_id == follow.cohort.id else ()):
+            if piece.begin <= follow.have < piece.end:
+                return piece.params
         return None
 
 
@@ -87,7 +95,8 @@ class Offers:
         if len(pieces.lent) >= MAX_PIECES:
             return
         self._outbox.counters["pieces.lent"] += 1
-        pieces.lent.append((lease, params))
+        begin = max([runs.first_token for runs in params.groups if runs.runs], default=params.num_tokens)
+        pieces.lent.append(Piece(lease, begin, params.num_tokens, encode_offer(params)))
         self.pieces[lease.lent.key] = self.unread[ticket] = lease
         for place, parked in list(self._parking.by_key.get(ticket, {}).items()):
             if isinstance(parked.message, Follow) and self._piece_behind(parked.message) is not None:
@@ -98,8 +107,8 @@ class Offers:
     def end_pieces(self, ticket: str) -> None:
         """Take back all pieces of a ticket: when this returns, no claim of them is granted any more."""
         self.unread.pop(ticket, None)
-        for lease, _ in self._pieces.pop(ticket, Pieces()).lent:
-            self.pieces.pop(lease.lent.key, None)
+        for piece in self._pieces.pop(ticket, Pieces()).lent:
+            self.pieces.pop(piece.lease.lent.key, None)
 
     def end_all_pieces(self) -> None:
         for ticket in list(self._pieces):
@@ -149,7 +158,7 @@ class Offers:
         piece = None if lease is not None or closed_as else self._piece_behind(follow)
         if piece is not None:
             self._outbox.counters["pieces.offered"] += 1
-            answer = Offered(follow.ticket, follow.nonce, encode_offer(piece), is_piece=True)
+            answer = Offered(follow.ticket, follow.nonce, piece, is_piece=True)
         elif lease is not None and params is not None and lease.state is LeaseState.LENT:
             self._outbox.counters["offers.made"] += 1
             lease.offers = (lease.offers or 0) + 1
@@ -161,7 +170,7 @@ class Offers:
             answer = Offered(follow.ticket, follow.nonce, reason=reason, detail=detail)
         self._outbox.send(parked.reply_to, parked.sender, answer)
 
-    def _piece_behind(self, follow: Follow) -> KVTransferParams | None:
+    def _piece_behind(self, follow: Follow) -> Raw | None:
         pieces = self._pieces.get(follow.ticket) if follow.have >= 0 else None
         return None if pieces is None else pieces.behind(follow)
 
