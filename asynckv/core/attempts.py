@@ -66,6 +66,12 @@ def blocks_of(pull: Pull) -> dict[int, tuple[int, ...]]:
     return {g: tuple(ids[ids != NULL].tolist()) for g, (_, ids) in enumerate(lists) if len(ids)}
 
 
+def head_start_of(pull: Pull) -> HeadStart | None:
+    """Return what pieces have brought to a pull's request, or None without any."""
+    head = pull.owner.head if isinstance(pull.owner, Request) else None
+    return head if head is not None and head.num_pieces else None
+
+
 class Waiter(Protocol[T]):
     """A caller that waits for a request, or for a job of an offload. Its engine or its offload calls it."""
 

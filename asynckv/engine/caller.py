@@ -16,7 +16,7 @@ import anyio
 import msgspec
 
 from asynckv import errors
-from asynckv.core.attempts import RETRYABLE, Request, RequestState, blocks_of
+from asynckv.core.attempts import RETRYABLE, Request, RequestState, blocks_of, head_start_of
 from asynckv.core.following import Following
 from asynckv.core.pull import Pull
 from asynckv.core.types import How, KVTransferParams, Reason
@@ -134,6 +134,7 @@ def outcome(driver: Driver, request: Request) -> PullResult:
 
 def result_of(pull: Pull, layout: Layout) -> PullResult:
     assert pull.lists is not None
+    head = head_start_of(pull)
     return PullResult(
         request_id=pull.request_id,
         pull_id=pull.pull_id,
@@ -145,6 +146,8 @@ def result_of(pull: Pull, layout: Layout) -> PullResult:
         padding=tuple(pull.lists.padding(layout)),
         num_tokens=pull.lists.num_tokens,
         attempts=pull.attempt,
+        num_pieces=0 if head is None else head.num_pieces,
+        piece_bytes=0 if head is None else head.num_bytes,
     )
 
 
