@@ -285,15 +285,15 @@ def test_followed_requests_are_compared_with_announced_ones() -> None:
 def test_a_head_start_is_compared_with_one_pull_and_with_a_chunk_alone() -> None:
     def turns(p50: float, decode: float, pieces: int, read: int = 800) -> list[dict[str, float]]:
         common = {"prefill": 0.03, "wanted": 800}
-        return [{"p50": p50 * n, "decode": decode, "pieces": pieces, "read": read, **common} for n in (1, 2, 9)]
+        return [{"p50_s": p50 * n, "decode": decode, "pieces": pieces, "read": read, **common} for n in (1, 2, 9)]
 
     found = good()
     found.followed, found.turns = {1}, dict(zip(WAYS, (turns(0.01, 0.2, 5, 816), turns(0.04, 0.1, 0)) * 2, strict=True))
     result = report.make(Experiment(Options(chunks=2), MODEL, Workload("fixed 32", (32,) * 4)), found)
     early = result["head_start"]["head_start"]
     assert (early["p50_s"], early["of_one_chunk"], early["pieces"], early["requests"]) == (0.02, 1.0, 5, 3)
-    assert early["of_one_pull"] == {"p50_s": 0.25, "decode_cpu_s": 2.0, "prefill_cpu_s": 1.0}
-    assert early["read_of_prompt"] == pytest.approx(1.02)
+    assert early["of_one_pull"] == {"p50_s": 0.25, "decode": 2.0, "prefill": 1.0}
+    assert (early["read"], early["wanted"]) == (816, 800)
     assert (result["latency_s"]["max"], result["announced_s"]["max"]) == (0.3, 0.0)
     text = shown(result)
     assert re.search(

@@ -51,6 +51,8 @@ def test_blocks_that_a_piece_may_still_write_are_shown_until_they_are_given_up_a
     service = Service(pull=PullConfig(held_s=20.0))
     world, (decode,) = service.world, service.decode
     service.early(2)
+    world.live(15.0)
+    assert decode.said == [], "a piece that hangs is not reported as held"
     params, _ = service.lend()
     service.pull(params, 5.0)
     for seconds, reason in ((6.0, "quarantined"), (20.0, "retired")):
@@ -59,6 +61,7 @@ def test_blocks_that_a_piece_may_still_write_are_shown_until_they_are_given_up_a
         (hold,) = decode.inspect.holds(world.time(decode))
         assert (seen.kind, seen.blocks, hold.reason, hold.blocks) == ("pull", 2, reason, {0: (1, 2)})
         assert [(x.kind, x.phase) for x in account(world, decode).counts] == [("pull", reason)]
+    assert {x.state for _, x in decode.said} == {"quarantined"}
 
 
 def counted(engine: Engine, name: str) -> int:

@@ -94,7 +94,7 @@ class RequestStatus:
 
     Attributes:
         kind: `lease` (lent by this rank), `follow`, `announced`, `pull`, `early` (it reads pieces, or waits for the
-            last one), or `retrying` (between two attempts). A piece is a `pull` once it failed and may still be written.
+            last one), or `retrying` (between two attempts). A piece that failed and may still write is a `pull`.
         request_id: This side's id of the request.
         prefill_request_id: The prefill side's id of the request; empty while it is followed.
         state: State of the lease or the pull, see `docs/structure.md`.

@@ -227,7 +227,7 @@ class Driver:
         if way:
             costs = {name: n - before.get(name, 0) for name, n in {**found.cpu_s, **found.bytes}.items()}
             for o in (o for r, _, _ in wave for o in found.outcomes[r.number] if not o.error):
-                found.turns[way].append({"p50": o.seconds, "pieces": o.pieces, **costs})
+                found.turns[way].append({"p50_s": o.seconds, "pieces": o.pieces, **costs})
         if options.floor and not self.found.problems:
             sample = sample or await self._measure_floor(patience)
             good = [o for r, _, _ in wave for o in found.outcomes[r.number] if not o.error and o.num_bytes]

@@ -93,13 +93,11 @@ class Experiment:
                 f"--{'floor' if options.floor else 'chunks'} needs one prefill and one decode rank on this machine, "
                 f"host memory, a closed loop, and claims within the measured time; leave out {', '.join(found)}"
             )
-        if options.chunks and (len(set(lengths)) > 1 or len(lengths) < len(WAYS)):
-            raise ConfigError(f"--chunks compares {len(WAYS)} requests or more, of one length; see --requests")
-        block_size = max(side.block_size for side in self.sides.values())
-        if options.chunks and lengths[0] < options.chunks * block_size:
+        least = (options.chunks or 0) * max(side.block_size for side in self.sides.values())
+        if options.chunks and (len(set(lengths)) > 1 or len(lengths) < len(WAYS) or lengths[0] < least):
             raise ConfigError(
-                f"--chunks {options.chunks} needs blocks of its own for each chunk of {lengths[0]:,} tokens; raise "
-                f"--prompt-tokens to {options.chunks * block_size}"
+                f"--chunks {options.chunks} needs {len(WAYS)} --requests or more of one length, with a block for each "
+                f"chunk: --prompt-tokens {least} or more"
             )
 
     def schedule(self) -> list[Request]:
