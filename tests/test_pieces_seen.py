@@ -154,3 +154,22 @@ async def test_metrics_count_pieces_apart_from_pulls_and_loans() -> None:
         assert (value("leases_lent_total", "prefill"), value("pulls_started_total", "decode")) == (1, 1)
         assert value("pulls_ended_total", "decode", reason="complete") == 1
         assert value("pulls_ended_total", "decode", reason="unknown_key") == 0
+
+
+@pytest.mark.xfail(strict=True, reason="the pull waits until the claim of the piece times out, and its loan expires")
+def test_a_piece_that_one_rank_never_lends_does_not_hold_up_the_pull() -> None:
+    service = Service(2, 1)
+    world, (first, second), (decode,) = service.world, service.prefill, service.decode
+    piece = service.params(1, 0, "p/1", recall=True)
+    first.core.lend(piece, 1, world.time(first), TICKET, is_piece=True)
+    world.settle(first)
+    world.run()
+    service.start(piece)
+    world.run(1.0)
+    for rank in (first, second):  # a preemption, before the second rank has got the order
+        rank.core.prefill.offers.end_pieces(TICKET)
+    params, _ = service.lend()
+    world.run()
+    service.pull(params)
+    world.live(3.0)
+    service.ended_well()
