@@ -9,10 +9,14 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec.structs import replace
 
 from asynckv import Engine, LogConfig, Metrics, PrefillRanks, PullConfig, PullResult
+from asynckv.account.values import Facts
 from asynckv.testing.fabric import SimData
+from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.findings import Findings, find
+from asynckv.tools.diagnose.leaks_live import records_of
 from asynckv.tools.diagnose.reading import Looking
 from tests.engines import Bench, until
 from tests.observed import registered
@@ -62,6 +66,18 @@ def test_blocks_that_a_piece_may_still_write_are_shown_until_they_are_given_up_a
         assert (seen.kind, seen.blocks, hold.reason, hold.blocks) == ("pull", 2, reason, {0: (1, 2)})
         assert [(x.kind, x.phase) for x in account(world, decode).counts] == [("pull", reason)]
     assert {x.state for _, x in decode.said} == {"quarantined"}
+
+
+def test_why_does_not_take_a_head_start_for_late_however_long_its_prompt_is_computed() -> None:
+    service = Service()
+    world, (decode,) = service.world, service.decode
+    service.early(2)
+    world.now += 50.0
+    follow, early = decode.inspect.requests(world.time(decode))
+    told = replace(account(world, decode), facts=Facts(retrying=(early,), num_retrying=1, uptime_s=60.0))
+    lines = list(records_of([Answer(address="decode", account=told, at=1000.0)], 1000.0))
+    assert [x.fields["state"] for x in lines if x.event == "pull_held"] == [follow.state, "early"]
+    assert [x for x in lines if x.level == "warning"] == []
 
 
 def counted(engine: Engine, name: str) -> int:
@@ -159,7 +175,7 @@ async def test_metrics_count_pieces_apart_from_pulls_and_loans() -> None:
 @pytest.mark.xfail(strict=True, reason="the pull waits until the claim of the piece times out, and its loan expires")
 def test_a_piece_that_one_rank_never_lends_does_not_hold_up_the_pull() -> None:
     service = Service(2, 1)
-    world, (first, second), (decode,) = service.world, service.prefill, service.decode
+    world, (first, second) = service.world, service.prefill
     piece = service.params(1, 0, "p/1", recall=True)
     first.core.lend(piece, 1, world.time(first), TICKET, is_piece=True)
     world.settle(first)
