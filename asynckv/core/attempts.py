@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 from asynckv.core.head_start import HeadStart
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Reason, impossible
+from asynckv.geometry.blocks import BlockList
 from asynckv.geometry.bounds import NULL
 
 T = TypeVar("T", contravariant=True)
@@ -60,10 +61,16 @@ ON_EVENT: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
 """The events that each state takes, and where each leads. Any other event raises before anything has changed."""
 
 
-def blocks_of(pull: Pull) -> dict[int, tuple[int, ...]]:
-    """Return the ids of the blocks that a pull fills, by group."""
-    lists = pull.lists.local if pull.lists else ()
+def blocks_of(pull: Pull | None, head: HeadStart | None = None) -> dict[int, tuple[int, ...]]:
+    """Return the ids of the blocks that a pull fills, or of all blocks of a request with a head start, by group."""
+    lists: Sequence[BlockList] = head.blocks if head else pull.lists.local if pull and pull.lists else ()
     return {g: tuple(ids[ids != NULL].tolist()) for g, (_, ids) in enumerate(lists) if len(ids)}
+
+
+def head_start_of(pull: Pull) -> HeadStart | None:
+    """Return what pieces have brought to a pull's request, or None without any."""
+    head = pull.owner.head if isinstance(pull.owner, Request) else None
+    return head if head is not None and head.num_pieces else None
 
 
 class Waiter(Protocol[T]):

@@ -659,7 +659,7 @@ class DecodeSide:
                     self._outbox.commands.append(PullReached(pull, M.OVER))
                 case _:
                     assert_never(effect)
-        if self._outbox.trace and len(pull.history) > pull.num_traced:
+        if self._outbox.trace and len(pull.history) > pull.num_traced and pull.kind is not KIND.PIECE:
             self._outbox.commands.append(Traced(pull, tuple(pull.history[pull.num_traced :])))
             pull.num_traced = len(pull.history)
         if wakes and pull.state is not P.RELEASED and (when := pull.wake_at) < pull.scheduled_at:

@@ -413,7 +413,7 @@ class PrefillSide:
         if effects.first_grant is not None and lease.is_sampled:
             if lease.attempts[lease.grants[effects.first_grant].reader] <= MAX_GRANTS:
                 outbox.commands.append(lease_granted(lease, effects.first_grant))
-        if outbox.trace and len(lease.history) > noted:
+        if outbox.trace and len(lease.history) > noted and lease.lent.key in self.leases:  # no piece
             outbox.commands.append(Traced(lease, tuple(lease.history[noted:])))
         if (lease.ended_copies or effects.has_ended) and lease.lent.key in self.copies.by_key:
             self.copies.settle(lease)

@@ -664,7 +664,7 @@ class RankCore:
         """Let time pass for one item, and return the steps that this takes at most."""
         match item:
             case Pull() as pull:
-                if self.decode.tick_pull(pull, now):
+                if self.decode.tick_pull(pull, now) and (pull.kind is not KIND.PIECE or pull.is_published):
                     self.on_overdue(pull, now)
                 return pull.steps
             case Lease() as lease:

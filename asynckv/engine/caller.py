@@ -18,6 +18,7 @@ import msgspec
 from asynckv import errors
 from asynckv.core.attempts import RETRYABLE, Request, RequestState, blocks_of
 from asynckv.core.following import Following
+from asynckv.core.head_start import HeadStart
 from asynckv.core.pull import Pull
 from asynckv.core.types import How, KVTransferParams, Reason
 from asynckv.engine.driver import Driver
@@ -125,14 +126,14 @@ def outcome(driver: Driver, request: Request) -> PullResult:
     if pull is None or pull.reason is None:
         raise EngineClosed("the engine was closed")
     if pull.reason is Reason.COMPLETE:
-        return result_of(pull, driver.core.identity.layout)
+        return result_of(pull, driver.core.identity.layout, request.head)
     if request.stopped is Reason.CANCELLED and request.was_promised:
         last = error_of(driver, pull)
         raise _cancelled(last) from last
     raise error_of(driver, pull)  # kept in no variable: its traceback would keep that
 
 
-def result_of(pull: Pull, layout: Layout) -> PullResult:
+def result_of(pull: Pull, layout: Layout, head: HeadStart | None) -> PullResult:
     assert pull.lists is not None
     return PullResult(
         request_id=pull.request_id,
@@ -145,6 +146,8 @@ def result_of(pull: Pull, layout: Layout) -> PullResult:
         padding=tuple(pull.lists.padding(layout)),
         num_tokens=pull.lists.num_tokens,
         attempts=pull.attempt,
+        num_pieces=0 if head is None else head.num_pieces,
+        piece_bytes=0 if head is None else head.num_bytes,
     )
 
 
