@@ -172,7 +172,6 @@ async def test_metrics_count_pieces_apart_from_pulls_and_loans() -> None:
         assert value("pulls_ended_total", "decode", reason="unknown_key") == 0
 
 
-@pytest.mark.xfail(strict=True, reason="the pull waits until the claim of the piece times out, and its loan expires")
 def test_a_piece_that_one_rank_never_lends_does_not_hold_up_the_pull() -> None:
     service = Service(2, 1)
     world, (first, second) = service.world, service.prefill

@@ -75,6 +75,7 @@ class _Transfer:
             self.peer.asks.pace.note(is_first=self.is_packed, num_bytes=self.read.num_bytes, seconds=seconds)
 
 
+PROOF_S = 2.0  # for the grant of a piece that was read: a rank may get the order to lend it a step later than another
 _TAKEN_BACK = frozenset({Reason.UNKNOWN, Reason.REVOKED})  # refusals of the claim of a piece that its owner has ended
 
 Answer = wire.Ack | wire.Granted | wire.NotYet | wire.Refused | wire.Packed
@@ -389,9 +390,12 @@ class DecodeSide:
                 pull.looked(source, look, difference)
             detect_s, read_bytes = min(detect_s, now - transfer.posted_at), 0 if look else transfer.read.num_bytes
             effects = pull.ended(source, transfer_ended, read_bytes, detect_s, now)
+            is_read = pull.kind is KIND.PIECE and pull.state is P.CONFIRMING
+            if is_read:
+                pull.deadline = min(pull.deadline, now + PROOF_S)
             # The pull has to be woken earlier only if it sends something, or has failed.
             self._carry_out(pull, effects, now, wakes=pull.failure is not None or DO.SEND in effects)
-            if pull.kind is KIND.PIECE and pull.state is P.CONFIRMING and pull.lists is not None:
+            if is_read and pull.lists is not None:
                 # Ask for the next piece in the packet that claims this one. If the claim is refused, it asks anew.
                 self._ask_on(pull.request_id, pull.lists.num_tokens, now)
             if pull.reason is not None and not pull.is_over:

@@ -34,7 +34,7 @@ from asynckv.core.wire import Follow, Offered, Unfollow, encode_offer
 MAX_PIECES = 256  # pieces of one ticket; the rest of its request comes with its loan
 
 
-class Piece(NamedTuple):
+class LentPiece(NamedTuple):
     lease: Lease
     begin: int  # its tokens
     end: int
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 class Pieces:
     """The pieces of one ticket, in the order in which they were lent, and the cohort that is offered them."""
 
-    lent: list[Piece] = field(default_factory=list)
+    lent: list[LentPiece] = field(default_factory=list)
     cohort_id: str = ""
 
     def behind(self, follow: Follow) -> Raw | None:
@@ -96,7 +96,7 @@ class Offers:
             return
         self._outbox.counters["pieces.lent"] += 1
         begin = max([runs.first_token for runs in params.groups if runs.runs], default=params.num_tokens)
-        pieces.lent.append(Piece(lease, begin, params.num_tokens, encode_offer(params)))
+        pieces.lent.append(LentPiece(lease, begin, params.num_tokens, encode_offer(params)))
         self.pieces[lease.lent.key] = self.unread[ticket] = lease
         for place, parked in list(self._parking.by_key.get(ticket, {}).items()):
             if isinstance(parked.message, Follow) and self._piece_behind(parked.message) is not None:
