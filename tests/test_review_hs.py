@@ -8,18 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv import DecodeLedger, LocalProtocolError, PrefillRanks, PullConfig
+from asynckv import BytesDiffer, DecodeLedger, LocalProtocolError, PrefillRanks, PullConfig
 from asynckv.core.attempts import RequestState
 from asynckv.core.parking import AT_ONCE
 from asynckv.core.pull import Kind, PullRequest
-from asynckv.core.types import Cohort, Endpoint, Reason, ReplyTo, decode_params
-from asynckv.core.wire import Follow, Offered, decode_packet
+from asynckv.core.types import Cohort, Endpoint, FollowParams, Reason, ReplyTo, decode_params
+from asynckv.core.wire import Follow, Offered, decode_packet, encode_offer
 from asynckv.embed import EngineDesk, Finished, Lend, Offer, PrefillLedger, Refused
 from asynckv.testing import SimData
 from tests.engines import Bench, until
 from tests.test_follows import OTHER, TICKET, target_of
 from tests.test_head_start import HERE, THERE, Service, counters, head
-from tests.world import BLOCK
+from tests.world import BLOCK, World, make_layout, ranks_of
 
 # -- wrong bytes, and blocks that are given back too early -----------------------------------------------------------
 
@@ -381,3 +381,134 @@ def test_a_prefill_ledger_knows_of_followers_that_came_before_their_request() ->
     ledger.update(0, Finished(followed=[TICKET]))
     ledger.take_ticket(TICKET)
     assert TICKET in ledger.followed
+
+
+# -- more ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_pieces_brought_is_not_taken_for_a_later_request_of_the_same_name() -> None:
+    """Its caller pulled nothing after the offer, and uses the name and the blocks again."""
+    service = Service()
+    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service.early(2)
+    world.run()
+    service.lend()
+    world.run()
+    assert not service.follows[0].is_open
+    params, _ = world.lent(prefill, "other", [8, 9, 10, 11])
+    lent = [prefill.buffers.block(b) for b in (8, 9, 10, 11)]
+    try:
+        decode.core.pull(PullRequest("d", [(0, list(HERE))], params), 0, 30.0, world.time(decode))
+    except LocalProtocolError:
+        return
+    world.settle(decode)
+    world.run(0.1)
+    assert [decode.buffers.block(b) for b in HERE] == lent
+
+
+@pytest.mark.anyio
+async def test_a_difference_in_a_piece_fails_the_request_also_after_its_offer() -> None:
+    bench = Bench(False)
+    async with bench.pair(pull=PullConfig(second_look=1.0)) as (prefill, decode, group):
+        data = decode.data
+        data.deferred = True
+        follow = await _reading(prefill, decode, group, data)
+        reads = set(data.running)
+        data.finish()
+        await until(lambda: data.running and not reads & set(data.running))
+        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
+        prefill.engine.lend(params, ticket=TICKET)
+        await follow
+        for array in prefill.arrays:
+            array[:] = 0xDD  # somebody writes into what is lent
+        data.finish()
+        await until(lambda: "pieces.differs" in decode.engine.statistics().counters)
+        data.deferred = False
+        bench.clock.advance(0.01)
+        with pytest.raises(BytesDiffer):
+            await decode.engine.pull("d", [(0, list(HERE))], params)
+
+
+def test_a_head_start_that_differs_releases_its_loan_when_it_is_cancelled() -> None:
+    service = Service(pull=PullConfig(second_look=1.0))
+    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service.early(2)
+    for transfer_id in list(decode.reads):
+        world.complete(decode, transfer_id)
+    params, (lease,) = service.lend()
+    world.deliver_all()
+    prefill.buffers.overwrite(THERE[0], 0xDD)
+    world.complete_all()
+    world.deliver_all()
+    assert service.requests[0].stopped is Reason.DIFFERS
+    decode.core.cancel("d", world.time(decode), params=params)
+    world.settle(decode)
+    world.run(0.1)
+    assert lease.is_over
+
+
+def test_a_piece_that_waits_for_long_makes_no_warning() -> None:
+    service = Service(2, 1)
+    world, (first, _) = service.world, service.prefill
+    piece = service.params(2, 0, "p/2", recall=True)
+    first.core.lend(piece, 1, world.time(first), TICKET, is_piece=True)
+    world.settle(first)
+    world.run()
+    service.start(piece)
+    for _ in range(80):
+        world.run(0.5)
+    assert service.decode[0].said == []
+
+
+def test_a_prefill_rank_that_offers_what_is_of_no_use_is_not_asked_without_end() -> None:
+    service = Service()
+    world, (decode,) = service.world, service.decode
+    service.early(1)
+    world.run()
+    (following,) = service.follows
+    before = decode.core.outbox.counters["sent.follow"]
+    gap = encode_offer(service.params(4, 2, "p/4", recall=True))
+    address, sender = following.rank.place
+    for _ in range(100):
+        offered = Offered(TICKET, following.nonces[-1], gap, is_piece=True)
+        decode.core.decode.receive(offered, address, sender, world.time(decode))
+    assert decode.core.outbox.counters["sent.follow"] - before <= 2
+
+
+def test_a_rank_that_needs_nothing_of_a_piece_asks_for_the_next() -> None:
+    """Two decode ranks share the tokens of a block, so that each piece of four tokens is of one of them."""
+    world = World()
+    prefill = world.add("prefill", make_layout(), seed=1)
+    ranks = ranks_of(world, "decode", 2, base=16, block_size=8, shards=2, interleave=4)
+    target = {x: getattr(world.params([prefill], "t", [0], 1), x) for x in ("engine_id", "tp_size", "endpoints")}
+    follow = FollowParams(ticket=TICKET, pp_size=1, **target)
+    for rank in ranks:
+        rank.core.follow("d", follow, "", 60.0, world.time(rank), takes_pieces=True)
+        world.settle(rank)
+    world.run()
+    heads = []
+    for end in (1, 2, 3, 4):
+        piece = decode_params(
+            world.groups[prefill.endpoint.incarnation].make_params(
+                f"p/{end}", [((end - 1) * BLOCK, [THERE[end - 1]])], end * BLOCK, written=True, recall=True
+            )
+        )
+        prefill.core.lend(piece, 1, world.time(prefill), TICKET, is_piece=True)
+        world.settle(prefill)
+        world.run()
+        for rank in ranks if end == 1 else ():
+            heads.append(rank.core.start_early(PullRequest("d", [(0, [1, 2])], piece), world.time(rank)).head)
+            world.settle(rank)
+        world.run(3.0)
+    assert [None if it is None else it.have for it in heads] == [4 * BLOCK] * 2
+
+
+def test_a_piece_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service()
+    (prefill,) = service.prefill
+    offers, encoded = prefill.core.prefill.offers, []
+    monkeypatch.setattr("asynckv.core.offers.encode_offer", lambda x: encoded.append(x) or encode_offer(x))
+    service.piece(0, 1)
+    for number in range(10):
+        offers.follow(Follow(TICKET, 99 + number, Cohort("decode"), 0), ReplyTo(b"x"), "s", 0.0, "", "")
+    assert len(encoded) == 1, "as a loan is; params of a long prompt take a millisecond"
