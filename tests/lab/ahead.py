@@ -28,6 +28,7 @@ from asynckv.core.pull import Kind, Pull
 from asynckv.core.types import Key, Reason, TransferId
 from asynckv.core.wire import Claim, Follow, Offered, Unfollow, decode_offer, encode_packet
 from asynckv.embed import EngineDesk, LendPiece, Order
+from asynckv.embed import Follow as FollowOrder
 from asynckv.embed.ledgers import DecodeLedger, Fetch, PrefillLedger, State
 from asynckv.embed.orders import Finished
 from asynckv.errors import AsyncKVError, EngineClosed, NoOffer
@@ -793,9 +794,9 @@ class Decode(Side):
             if getattr(failed.error, "reason", "") == "differs":
                 self.world.violate(f"{rank.name} says that bytes differ, and nothing changes any")
         for refused in finished.refused:
-            self.world.violate(f"{rank.name} refuses {refused.order}: {refused.error}")
-        for name in finished.retired:
-            self.service.outcomes["retired"] += 1
+            if not isinstance(refused.order, FollowOrder):  # of a rank that has joined, and these follow already
+                self.world.violate(f"{rank.name} refuses {refused.order}: {refused.error}")
+        self.service.outcomes["retired"] += len(finished.retired)
 
     def _judge_end(self, rank: Rank, process: Process, name: str) -> None:
         rank.ended[name] += 1

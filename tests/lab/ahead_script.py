@@ -156,6 +156,8 @@ def make_ahead_script(seed: int, faults: Sequence[str] = AHEAD_FAULTS) -> AheadS
         )
     asks.sort(key=lambda ask: ask.at)
     chosen = rng.sample(list(faults), min(len(faults), rng.choice([0, 1, 2, 3, 5])))
+    if "preempt" in faults and rng.random() < 0.4:
+        chosen += ["preempt"] * 3
     script = AheadScript(
         seed,
         prefill,
@@ -175,7 +177,7 @@ def make_ahead_script(seed: int, faults: Sequence[str] = AHEAD_FAULTS) -> AheadS
         data=rng.choice([1, 1, 10, 40]),
     )
     names = [*script.prefill_names, *(name for names in script.decode_names for name in names)]
-    drawn = [_draw(rng, rng.choice(chosen), asks, names) for _ in range(rng.randint(1, 6) if chosen else 0)]
+    drawn = [_draw(rng, rng.choice(chosen), asks, names) for _ in range(rng.randint(1, 8) if chosen else 0)]
     return replace(script, faults=tuple(drawn))
 
 
@@ -183,7 +185,7 @@ def _draw(rng: random.Random, kind: str, asks: Sequence[AheadAsk], names: Sequen
     ask = rng.choice(asks)
     seconds, p = rng.choice([0.05, 0.5, 2.0]) * rng.uniform(0.5, 1.5), rng.choice([0.1, 0.3, 1.0])
     if kind in SHAPED or (kind == "crash" and rng.random() < 0.6):
-        when = rng.choice(MOMENTS)
+        when = rng.choice(MOMENTS[1:9] if kind == "preempt" else MOMENTS)
         who = (str(ask.number), rng.choice(["p", "d"])) if kind == "crash" else (str(ask.number),)
         return Fault(kind, ask.at + rng.choice([0.0, rng.random() * 0.5]), seconds, who, p, when=when)
     p = rng.choice([0.001, 0.01]) if kind == "pause" else p
