@@ -299,6 +299,8 @@ class Rank(StagedRank):
         what = f"request {ask.number} on {process.name}"
         if end != self.service.tokens_of(ask):
             world.violate(f"{what} has {end} tokens instead of {self.service.tokens_of(ask)}")
+        if any(p and p.request_id == result.request_id and p.reason is Reason.DIFFERS for p in self.writers):
+            world.violate(f"{what} is published, and a look at a piece has found a difference")
         for pad in result.padding:
             self.words[pad.group][pad.block_id, :, :, pad.first_token : pad.first_token + pad.num_tokens] = 0
         for g, kind in enumerate(script.groups):
@@ -327,6 +329,8 @@ class Rank(StagedRank):
                     world.violate(f"{told}was brought by a pull that is {pull.reason}")
                 if pull.params.recall:
                     self.confirmed(pull)
+                if loan.computation in self.service.scribbled:
+                    continue
                 wanted = values(loan.computation, g, self.heads, tokens)[..., None]
                 if (wrong := mine & (found != wanted)).any():
                     values_found = sorted({hex(x) for x in found[wrong].tolist()})[:4]
@@ -512,6 +516,14 @@ class Prefill(Side):
         self.ledger.withdraw(job.name)
         self._send()
 
+    def scribble(self, job: Job) -> None:
+        """Write into the blocks of a prompt, on a rank."""
+        if job.blocks and not job.is_over:
+            self.service.scribbled.add(job.computation)
+            rank = self.dice.choice(self.ranks)
+            for g, ids in enumerate(job.blocks):
+                rank.words[g][ids] ^= 1
+
     # -- steps -------------------------------------------------------------------------------------------
 
     def step(self) -> None:
@@ -521,7 +533,7 @@ class Prefill(Side):
             self.back(job.blocks)
         if not self._passing and not self.ledger._missing:
             for job in list(self.running):
-                self._lend(job)
+                self.lend(job)
             while self.waiting and len(self.running) < 2:
                 if (blocks := self.take(self.counts_of(self.waiting[0].ask.tokens))) is None:
                     break
@@ -539,7 +551,7 @@ class Prefill(Side):
         """Return the tokens that are written on every rank."""
         return min((job.written.get(rank, 0) for rank in range(len(self.ranks))), default=0)
 
-    def _lend(self, job: Job) -> None:
+    def lend(self, job: Job) -> None:
         """Lend what is finished: the whole prompt, or a piece."""
         ask, size = job.ask, self.ranks[0].block_size
         options: dict[str, Any] = {}
@@ -791,10 +803,11 @@ class Decode(Side):
             self.service.outcomes[f"pull.{getattr(failed.error, 'reason', type(failed.error).__name__)}"] += 1
             if not isinstance(failed.error, AsyncKVError):
                 self.world.violate(f"{rank.name} fails {failed.request_id} with {failed.error!r}")
-            if getattr(failed.error, "reason", "") == "differs":
+            if getattr(failed.error, "reason", "") == "differs" and not self.service.scribbled:
                 self.world.violate(f"{rank.name} says that bytes differ, and nothing changes any")
         for refused in finished.refused:
-            if not isinstance(refused.order, FollowOrder):  # of a rank that has joined, and these follow already
+            # When a rank has joined, those that follow already are ordered to, too.
+            if not isinstance(refused.order, FollowOrder) and not isinstance(refused.error, EngineClosed):
                 self.world.violate(f"{rank.name} refuses {refused.order}: {refused.error}")
         self.service.outcomes["retired"] += len(finished.retired)
 
@@ -833,6 +846,8 @@ class AheadService(Stage):
         world.on_sent, world.on_delivered, world.on_heard = wire.sent, wire.delivered, self._heard
         self.loans: dict[str, Loan] = {}
         self.tickets: dict[str, int] = {}
+        self.scribbled: set[int] = set()
+        """Computations into whose blocks somebody else has written."""
         self._moments: list[Fault] = []
         own = [Rank(self, "prefill", 0, i, name) for i, name in enumerate(script.prefill_names)]
         others = [[Rank(self, "decode", e, i, name) for i, name in enumerate(names)] for e, names in enumerate(script.decode_names)]
@@ -906,17 +921,17 @@ class AheadService(Stage):
         number = int(fault.who[0])
         job, ask = self.prefill.jobs.get(number), next(ask for ask in self.script.asks if ask.number == number)
         match fault.kind:
-            case "crash":
+            case "crash" | "close":
                 ranks = self.prefill.ranks if fault.who[1] == "p" else self.decoders[ask.engine].ranks
-                self._meet_crash(self.dice.choice(ranks), fault)
+                getattr(self, f"_meet_{fault.kind}")(self.dice.choice(ranks), fault)
             case "cancel" | "cached":
                 self.decoders[ask.engine].cancel(number, releases=fault.kind == "cached")
             case kind if job is not None:
                 getattr(self.prefill, kind)(job)
 
-    def _meet_crash(self, rank: Rank, fault: Fault) -> None:
+    def _meet_crash(self, rank: Rank, fault: Fault, only: Process | None = None) -> None:
         process = rank.process
-        if process.is_dead:
+        if process.is_dead or only not in (None, process):
             return
         process.kill()
         side = self.prefill if rank.role == "prefill" else self.decoders[rank.engine_number]
@@ -930,6 +945,18 @@ class AheadService(Stage):
 
         self.world.at(self.world.now + self.dice.random() * DEATH_S, partial(side.died, rank, process))
         self.world.at(self.world.now + fault.seconds, restart)
+
+    def _meet_close(self, rank: Rank, fault: Fault) -> None:
+        process, engine = rank.process, rank.engine
+        if process.is_dead or rank.is_moving:
+            return
+        rank.is_moving = True
+
+        async def close() -> None:
+            await engine.aclose()
+            self.world.at(process.now, partial(self._meet_crash, rank, replace(fault, seconds=0.1), process))
+
+        process.spawn(close)
 
     def _meet_freeze(self, rank: Rank, fault: Fault) -> None:
         rank.process.freeze(min(fault.seconds, self._seconds - self.world.now))

@@ -16,13 +16,13 @@ MOST_TOKENS, CACHED = 96, 16
 FULL, WINDOW, STATE = "tokens", "window", "state"
 WINDOW_TOKENS = 20
 
-SHAPED = ("preempt", "abort", "withdraw", "recall", "cancel", "cached")
-OF_RANKS = ("crash", "freeze", "pause")
+SHAPED = ("preempt", "abort", "withdraw", "recall", "cancel", "cached", "scribble")
+OF_RANKS = ("crash", "close", "freeze", "pause")
 OF_PACKETS = ("loss", "delay", "duplicate", "offer_loss", "offer_delay", "offer_repeat")
 OF_READS = ("slow", "fail", "doubt", "stuck")
 AHEAD_FAULTS = (*SHAPED, *OF_RANKS, *OF_PACKETS, *OF_READS)
 """Kinds of faults that a script may hold. `preempt` takes the blocks of a prompt that is computed, and computes it anew
-in others; `withdraw` and `recall` take its last loan back."""
+in others; `withdraw` and `recall` take its last loan back; `scribble` writes into blocks that are lent."""
 
 FOLLOWED, PIECE, READ, LANDED, CLAIMED, OFFERED, PULLED = (
     "when it is followed",
@@ -178,15 +178,16 @@ def make_ahead_script(seed: int, faults: Sequence[str] = AHEAD_FAULTS) -> AheadS
     )
     names = [*script.prefill_names, *(name for names in script.decode_names for name in names)]
     drawn = [_draw(rng, rng.choice(chosen), asks, names) for _ in range(rng.randint(1, 8) if chosen else 0)]
-    return replace(script, faults=tuple(drawn))
+    looks = 1.0 if any(fault.kind == "scribble" for fault in drawn) else script.looks
+    return replace(script, faults=tuple(drawn), looks=looks)
 
 
 def _draw(rng: random.Random, kind: str, asks: Sequence[AheadAsk], names: Sequence[str]) -> Fault:
     ask = rng.choice(asks)
     seconds, p = rng.choice([0.05, 0.5, 2.0]) * rng.uniform(0.5, 1.5), rng.choice([0.1, 0.3, 1.0])
-    if kind in SHAPED or (kind == "crash" and rng.random() < 0.6):
-        when = rng.choice(MOMENTS[1:9] if kind == "preempt" else MOMENTS)
-        who = (str(ask.number), rng.choice(["p", "d"])) if kind == "crash" else (str(ask.number),)
+    if kind in SHAPED or (kind in ("crash", "close") and rng.random() < 0.6):
+        when = rng.choice(MOMENTS[1:9] if kind == "preempt" else MOMENTS[5:7] if kind == "scribble" else MOMENTS)
+        who = (str(ask.number),) if kind in SHAPED else (str(ask.number), rng.choice(["p", "d"]))
         return Fault(kind, ask.at + rng.choice([0.0, rng.random() * 0.5]), seconds, who, p, when=when)
     p = rng.choice([0.001, 0.01]) if kind == "pause" else p
     who = tuple(rng.sample(names, rng.choice([1, len(names)]) if kind not in OF_RANKS else 1))
