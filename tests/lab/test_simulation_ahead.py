@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tests.lab.ahead_mutations import PLANTED
-from tests.lab.ahead_script import MOMENTS
-from tests.lab.simulation import AHEAD_FAULTS, Outcome, make_ahead_script, simulate, simulate_many
+from tests.lab.ahead_script import MOMENTS, SHAPED
+from tests.lab.script import Fault
+from tests.lab.simulation import AHEAD_FAULTS, Outcome, make_ahead_script, play, simulate, simulate_many
 
 
 def run(seed: int, **options: Any) -> Outcome:
@@ -76,6 +80,19 @@ def test_scripts_hold_every_fault_and_moment_and_shape() -> None:
     assert {fault.when for fault in faults} == {"", *MOMENTS}
     assert {(script.prefill, script.decode) for script in scripts} == {(1, 1), (2, 1), (1, 2), (2, 2)}
     assert {script.sizes[1] / script.sizes[0] for script in scripts} == {0.25, 1.0, 4.0}
+
+
+@pytest.mark.parametrize("kind", [*SHAPED, "crash", "close"])
+def test_a_fault_at_every_moment_breaks_no_promise(kind: str) -> None:
+    calm = make_ahead_script(464)
+    calm = replace(calm, asks=tuple(ask for ask in calm.asks if ask.number in (0, 3)), looks=1.0)
+    counts = Counter[str]()
+    sides = [("0",)] if kind in SHAPED else [("0", "p"), ("0", "d")]
+    for when, who, seed in itertools.product(dict.fromkeys(MOMENTS), sides, range(3)):
+        found = play(replace(calm, seed=seed, faults=(Fault(kind, 0.0, 0.3, who, when=when),)))
+        assert found.violation == "", (when, who, seed)
+        counts += found.counts
+    assert counts[f"moment.{kind}"] > 0
 
 
 def test_a_seed_gives_the_same_run_twice() -> None:
