@@ -1027,6 +1027,8 @@ class AheadService(Stage):
             len(free) != count for free, count in zip(self.prefill.free, self.prefill.ranks[0].num_blocks, strict=True)
         ):
             self.world.violate("the prefill engine has lost blocks, or loans that never end")
+        if followed := self.prefill.ledger.followed:
+            self.world.violate(f"{len(followed)} tickets of requests that are over are followed for ever")
         for rank in self.ranks.values():
             if not rank.process.is_dead:
                 self._check_rank(rank)
@@ -1043,7 +1045,7 @@ class AheadService(Stage):
             "offered requests": offers.lent or offers.tickets,
             "pieces": offers.pieces or offers._pieces or offers.unread,
             "parked messages": core.prefill.parking.num_parked,
-            "head starts": not is_stuck and core.decode.between,
+            "head starts": core.decode.between,
             "busy parts": not is_stuck and not core.is_idle,
             "held blocks": not is_stuck and len(core.ledger),
         }

@@ -136,7 +136,7 @@ def make_ahead_script(seed: int, faults: Sequence[str] = AHEAD_FAULTS) -> AheadS
     asks, seconds = [], rng.uniform(0.5, 2.0)
     for number in range(rng.randint(2, 6)):
         tokens = rng.randint(30, MOST_TOKENS)
-        is_partial = STATE not in groups and rng.random() < 0.25
+        is_partial = STATE not in groups and rng.random() < 0.4
         engine = rng.randrange(engines)
         asks.append(
             AheadAsk(
