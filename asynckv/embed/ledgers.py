@@ -707,7 +707,7 @@ class PrefillLedger(_Ledger):
         self._loans: dict[str, Loan] = {}  # all that are not over, by name
         self._of: dict[str, list[Loan]] = {}  # the same by the scheduler's ids, the newest last
         self._free: list[Loan] = []
-        self._tickets: dict[str, bool] = {}  # all that requests have brought, oldest first; False once lent or withdrawn
+        self._tickets: dict[str, bool] = {}  # all that requests have brought, oldest first; False if they are over
         self.followed = set[str]()  # tickets with a follower that waits for a piece, until `lend_piece` makes one
 
     def __len__(self) -> int:

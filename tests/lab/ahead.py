@@ -1,7 +1,7 @@
 """Simulated services whose decode engines read prompts that are still computed.
 
 A prefill engine computes prompts in steps, a chunk of each, and lends finished chunks as pieces. Decode engines give
-blocks to a request at its first piece. The schedulers are the package's ledgers, beside all processes. Both engines have
+blocks to a request at its first piece. The schedulers are the package's ledgers, beside all processes. Each engine has
 blocks for two prompts.
 
 Each computation of a prompt writes values of its own. Each byte of a decode engine's memory remembers which pull wrote
@@ -54,9 +54,22 @@ from tests.lab.ahead_script import (
 from tests.lab.decoder import OWN_S, STEP_S
 from tests.lab.doors import Doors
 from tests.lab.following import DEATH_S, FollowService, Lines, _in_one_go
-from tests.lab.oracles import Stopwatch, Wire, check_belief, wrong_in
+from tests.lab.oracles import Wire, check_belief, wrong_in
 from tests.lab.script import Fault
-from tests.lab.service import FREED, LEASE, PULL, UNUSED, Listener, Service, Stage, StagedRank
+from tests.lab.service import (
+    COPY_BYTES,
+    FREED,
+    LEASE,
+    NUM_COPIES,
+    PACKED,
+    PULL,
+    UNUSED,
+    Listener,
+    Service,
+    Stage,
+    StagedRank,
+    number_of,
+)
 from tests.lab.ticket_rules import about_tickets
 from tests.lab.world import Process, WorldData
 from tests.oracle import STAGED
@@ -68,7 +81,7 @@ Lists = list[tuple[int, list[int]]]
 
 
 def values(computation: int, group: int, heads: range, tokens: npt.NDArray[np.int64]) -> Words:
-    """Return what a computation of a prompt writes, by token, head, and key or value; never what unused memory holds."""
+    """Return what a computation of a prompt writes by token, head, and key or value: never what unused memory has."""
     at = tokens.astype(np.uint64)[:, None, None] * np.uint64(0x9E3779B97F4A7C15)
     at = at + np.array(heads, np.uint64)[:, None] * np.uint64(0xC2B2AE3D27D4EB4F)
     at = at + np.arange(2, dtype=np.uint64) * np.uint64(0xD6E8FEB86659FD93)
@@ -138,7 +151,14 @@ class Rank(StagedRank):
             order = prefill if role == "prefill" else ("block", "head", "kv", "token", "dim")
             sizes = {"kv": 2, "block": self.num_blocks[g], "token": tokens, "head": hi - lo, "dim": DIM}
             view = attention_view(
-                layer=f"l{g}", order=order, sizes=sizes, dtype="float16", heads=(lo, hi), num_heads=HEADS, memory=g, group=g
+                layer=f"l{g}",
+                order=order,
+                sizes=sizes,
+                dtype="float16",
+                heads=(lo, hi),
+                num_heads=HEADS,
+                memory=g,
+                group=g,
             )
             views.append(view)
         self.layout = Layout(
@@ -159,7 +179,8 @@ class Rank(StagedRank):
         self.writer = [self._shaped(g, array[::2]) for g, array in enumerate(self.shadows)]
         self.arrays = [array.view(np.uint8) for array in arrays]
         self.writers: list[Pull | None] = [None]
-        self.owner, self.owners, self.reads = {}, {}, dict[int, tuple[str, str]]()
+        self.owner, self.reads = {}, dict[int, tuple[str, str]]()
+        self.owners: dict[int, dict[tuple[int, int], object]] = {}
         self.dropped: set[int] = set()
         """Prefill: computations whose blocks were taken back."""
         self.pieces: defaultdict[str, list[str]] = defaultdict(list)
@@ -167,6 +188,9 @@ class Rank(StagedRank):
         data = WorldData(process, f"agent-{process.name}", self.arrays, self.layout.memories)
         data.on_post, data.on_land, data.on_done = self._posted, self._landing, self._done
         data.costs = STAGED if script.seed % 2 else None
+        if script.seed % 4 == 3:
+            data.costs = PACKED
+            data.make_copies(NUM_COPIES, COPY_BYTES)
         config = EngineConfig(engine_id=self.engine_id, lease=LEASE, pull=replace(PULL, second_look=script.looks))
         self.engine = self.connect(self.service, config, self.layout, data)
         self.data = data
@@ -201,7 +225,8 @@ class Rank(StagedRank):
 
     def _watch(self, process: Process) -> None:
         """Note what a rank lends, for the rules about packets."""
-        engine, wire, service = self.engine, self.service.wire, self.service
+        wire, service = self.service.wire, self.service
+        engine: Any = self.engine
         lend, lend_piece, end_pieces = engine.lend, engine.lend_piece, engine.end_pieces
 
         def token_of(params: Any) -> str:
@@ -261,7 +286,7 @@ class Rank(StagedRank):
                 service.world.violate(f"{self.process.name} reads twice at a time for {pull.request_id}")
             if blocks & {(memory, start // self._block_bytes(memory)) for memory, start, _ in other.spots}:
                 service.world.violate(f"two pulls of {self.process.name} write one block at a time")
-        service.met(READ if pull.kind is Kind.PIECE else PULLED, int(pull.request_id[1:]), self.process)
+        service.met(READ if pull.kind is Kind.PIECE else PULLED, number_of(pull.request_id), self.process)
 
     def _block_bytes(self, memory: int) -> int:
         return self.layout.memories[memory].length // self.num_blocks[memory]
@@ -274,7 +299,11 @@ class Rank(StagedRank):
         if late := [block for block, owner in owners.items() if self.owner.get(block) != owner]:
             self.service.world.violate(f"a read of {self.process.name} writes block {late[0]} after it came back")
         self.service.wire.landed(self.process, *self.reads[int(transfer.transfer_id)])
-        writer = next(i for i, pull in enumerate(self.writers) if pull and pull.pull_id == self.reads[int(transfer.transfer_id)][1])
+        writer = next(
+            i
+            for i, pull in enumerate(self.writers)
+            if pull and pull.pull_id == self.reads[int(transfer.transfer_id)][1]
+        )
         begun = transfer.landed
         pieces = transfer.places if transfer.is_staged else transfer.pieces[begun : begun + len(spots)]
         for (memory, _, _), (target, _) in zip(spots, pieces, strict=True):
@@ -288,8 +317,13 @@ class Rank(StagedRank):
             return
         source, pull = posted.source, posted.pull
         self.service.wire.done(self.process, source.rank.place[1], pull.pull_id)
-        if pull.kind is Kind.PIECE and source.next_read is None and not source.doubtful and source.running <= {transfer_id}:
-            self.service.met(LANDED, int(pull.request_id[1:]), self.process)
+        if (
+            pull.kind is Kind.PIECE
+            and source.next_read is None
+            and not source.doubtful
+            and source.running <= {transfer_id}
+        ):
+            self.service.met(LANDED, number_of(pull.request_id), self.process)
 
     def verify(self, process: Process, ask: AheadAsk, lists: Lists, result: Any) -> None:
         """Compare what is published with the loans that it was read from."""
@@ -312,7 +346,10 @@ class Rank(StagedRank):
             if kind == STATE:
                 at, places = np.array(ids), np.array([0])
             else:
-                at, places = np.array(ids)[tokens // self.block_size - first // self.block_size], tokens % self.block_size
+                at, places = (
+                    np.array(ids)[tokens // self.block_size - first // self.block_size],
+                    tokens % self.block_size,
+                )
                 if (self.words[g][ids[0], :, :, : first % self.block_size] != UNUSED).any():
                     world.violate(f"{what}: something is written below token {first} of group {g}")
             found, writers = self.words[g][at, :, :, places], self.writer[g][at, :, :, places]
@@ -325,7 +362,9 @@ class Rank(StagedRank):
                 loan = self.service.loans[pull.params.key.token]
                 if loan.number != ask.number:
                     world.violate(f"{told}was read from request {loan.number}")
-                if pull.reason is not Reason.COMPLETE or (pull.kind is not Kind.PIECE and pull.pull_id != result.pull_id):
+                if pull.reason is not Reason.COMPLETE or (
+                    pull.kind is not Kind.PIECE and pull.pull_id != result.pull_id
+                ):
                     world.violate(f"{told}was brought by a pull that is {pull.reason}")
                 if pull.params.recall:
                     self.confirmed(pull)
@@ -334,12 +373,16 @@ class Rank(StagedRank):
                 wanted = values(loan.computation, g, self.heads, tokens)[..., None]
                 if (wrong := mine & (found != wanted)).any():
                     values_found = sorted({hex(x) for x in found[wrong].tolist()})[:4]
-                    world.violate(f"{told}is wrong: {values_found}, read from {'a piece' * loan.is_piece or 'the loan'}")
+                    world.violate(
+                        f"{told}is wrong: {values_found}, read from {'a piece' * loan.is_piece or 'the loan'}"
+                    )
 
     def confirmed(self, pull: Pull) -> None:
         """What was read of something that may be recalled is proven by a claim that was granted after the read."""
         if owners := self.service.wire.unconfirmed(self.process, pull.params.key.token, pull.pull_id):
-            self.service.world.violate(f"{self.process.name} believes {pull.pull_id}, unconfirmed by {len(owners)} ranks")
+            self.service.world.violate(
+                f"{self.process.name} believes {pull.pull_id}, unconfirmed by {len(owners)} ranks"
+            )
 
     # -- the scheduler's orders and reports --------------------------------------------------------------
 
@@ -352,7 +395,9 @@ class Rank(StagedRank):
             if side.processes[self.index] is process:
                 side.report(self.index, finished)
 
-        process.loop.call_soon(lambda: service.world.at(service.lines.next_at((process, "reports"), process.now), arrive))
+        process.loop.call_soon(
+            lambda: service.world.at(service.lines.next_at((process, "reports"), process.now), arrive)
+        )
 
     def hand(self, orders: Sequence[Order], then: Callable[[], None]) -> None:
         """Give orders to the desk, and do something once they are carried out."""
@@ -362,7 +407,11 @@ class Rank(StagedRank):
         def carry_out() -> None:
             with suppress(EngineClosed):
                 self.desk.submit(orders)
-            process.loop.call_soon(lambda: self.world.at(process.now, then))
+            process.loop.call_soon(lambda: self.world.at(process.now, carried_out))
+
+        def carried_out() -> None:
+            if self.process is process:
+                then()
 
         process.call_at(at, carry_out)
 
@@ -501,14 +550,14 @@ class Prefill(Side):
 
     def recall(self, job: Job) -> None:
         """Take a loan back at once."""
-        if job.params is None or job.is_over or not job.ask.recall:
+        if (params := job.params) is None or job.is_over or not job.ask.recall:
             return
         for rank in self.living():
             process = rank.process
 
             def recall(rank: Rank = rank, process: Process = process) -> None:
                 with suppress(EngineClosed):
-                    if rank.engine.recall([job.params]):
+                    if rank.engine.recall([params]):
                         self.world.violate(f"{rank.name} holds blocks of request {job.ask.number} for others")
                     self._lent_no_more(rank, process, job)
 
@@ -575,7 +624,10 @@ class Prefill(Side):
         job.lent_to, before = tokens.stop, self.ledger._num_orders
         is_brought = [kind not in (WINDOW, STATE) for kind in self.service.script.groups]
         begin, end = tokens.start // size, tokens.stop // size
-        lists = [(tokens.start if is_so else 0, ids[begin:end] if is_so else []) for ids, is_so in zip(job.blocks, is_brought, strict=True)]
+        lists = [
+            (tokens.start if is_so else 0, ids[begin:end] if is_so else [])
+            for ids, is_so in zip(job.blocks, is_brought, strict=True)
+        ]
         if per:
             options["hashes"] = options["hashes"][: tokens.stop // per]
         self.ledger.lend_piece(job.name, job.ticket, lists, tokens.stop, **options)
@@ -621,17 +673,14 @@ class Prefill(Side):
     def _send(self, then: Callable[[Rank], None] = lambda rank: None) -> None:
         orders = self.ledger.take_orders()
         for rank in self.living():
-            process = rank.process
-            rank.hand(orders, lambda rank=rank, process=process: then(rank) if rank.process is process else None)
-        self.wake() if orders else None
+            rank.hand(orders, partial(then, rank))
 
     # -- reports -----------------------------------------------------------------------------------------
 
     def judge(self, rank: Rank, process: Process, finished: Finished) -> None:
         for refused in finished.refused:
-            if not isinstance(refused.error, EngineClosed) and "was lent or withdrawn" not in str(refused.error):
-                if not ("withdrawn" in str(refused.error)):
-                    self.world.violate(f"{rank.name} refuses {refused.order}: {refused.error}")
+            if not isinstance(refused.error, EngineClosed) and "withdrawn" not in str(refused.error):
+                self.world.violate(f"{rank.name} refuses {refused.order}: {refused.error}")
         for end in finished.finished_sending:
             self.service.outcomes[f"lease.{end.cause}"] += 1
             self._lent_no_more(rank, process, self.jobs[int(end.request_id[1:])])
@@ -682,7 +731,7 @@ class Wanted:
 
 
 class Decode(Side):
-    """The scheduler of a decode engine. Requests that are offered get blocks first, and head starts have half at most."""
+    """The scheduler of a decode engine. Offered requests get blocks first, and head starts have half at most."""
 
     def __init__(self, service: AheadService, ranks: Sequence[Rank]) -> None:
         super().__init__(service, ranks)
@@ -691,10 +740,11 @@ class Decode(Side):
         self.held: dict[str, Wanted] = {}
         self.outcomes: dict[str, str] = {}
 
-    def follow(self, ask: AheadAsk, follow: dict[str, Any]) -> None:
-        name = f"D{ask.number}"
+    def follow(self, ask: AheadAsk, follow: dict[str, Any], name: str) -> None:
         fetch = self.ledger.follow(name, follow, takes_pieces=ask.takes_pieces)
-        assert fetch is not None
+        if fetch is None:
+            self.outcomes[name] = "known"
+            return
         self.wanted[name] = Wanted(ask, fetch)
         self.world.at(self.world.now + PULL.follow_s + OWN_S, partial(self._time_is_over, name))
         self.step()
@@ -704,8 +754,8 @@ class Decode(Side):
             self.ledger.refuse(name, NoOffer("nothing in time", reason="no_offer", failed_in="follow"))
             self.step()
 
-    def cancel(self, number: int, *, releases: bool = False) -> None:
-        if (wanted := self.wanted.get(name := f"D{number}")) is not None:
+    def cancel(self, name: str, *, releases: bool = False) -> None:
+        if (wanted := self.wanted.get(name)) is not None:
             how = f"cancelled.{wanted.fetch.state.value}"
             (self.ledger.release if releases else self.ledger.cancel)(name)
             self._over(name, how)
@@ -764,7 +814,7 @@ class Decode(Side):
         if not wanted.lists and not self._place(wanted):
             wanted.waits_since = min(wanted.waits_since, self.world.now)
             if wanted.waits_since + PATIENCE_S < self.world.now:  # others hold them, perhaps for ever
-                self.cancel(wanted.ask.number)
+                self.world.at(self.world.now, partial(self.cancel, wanted.fetch.request_id))
             else:
                 self.wake(0.05)
             return
@@ -772,7 +822,9 @@ class Decode(Side):
         self.ledger.pull(wanted.fetch.request_id, wanted.lists, **self._options(wanted.ask))
 
     def _start_early(self, wanted: Wanted) -> None:
-        early = sum(len(other.lists[0][1]) for other in self.held.values() if other.is_early and other.fetch.params is None)
+        early = sum(
+            len(other.lists[0][1]) for other in self.held.values() if other.is_early and other.fetch.params is None
+        )
         ask = wanted.ask
         if early + self.counts_of(ask.tokens, ask.cached)[0] > self.ranks[0].num_blocks[0] // 2:
             self.service.outcomes["early.no_room"] += 1
@@ -832,15 +884,17 @@ class Decode(Side):
 class AheadService(Stage):
     """A prefill engine, decode engines, and the router that sends both legs at once."""
 
-    _fate, _transfer_fate, _arrives = Service._fate, Service._transfer_fate, FollowService._arrives  # type: ignore[assignment]
+    _fate: Any = Service._fate
+    _transfer_fate: Any = Service._transfer_fate
+    _arrives: Any = FollowService._arrives
 
     def __init__(
         self, script: AheadScript, doors: Callable[[Process], Doors] = Doors, listeners: Sequence[Listener] = ()
     ) -> None:
-        super().__init__(script, doors, listeners, 0.0)  # type: ignore[arg-type]
+        super().__init__(script, doors, listeners, 0.0)
         self.script, world = script, self.world
         self.dice = world.random_of("ahead")
-        self.lines: Any = Lines(self)  # type: ignore[arg-type]
+        self.lines = Lines(self)
         self.wire = wire = Wire(world, PULL, LEASE.grant_s / 3, True)
         world.fate, world.transfer_fate, world.censor = self._fate, self._transfer_fate, self._censor
         world.on_sent, world.on_delivered, world.on_heard = wire.sent, wire.delivered, self._heard
@@ -850,7 +904,10 @@ class AheadService(Stage):
         """Computations into whose blocks somebody else has written."""
         self._moments: list[Fault] = []
         own = [Rank(self, "prefill", 0, i, name) for i, name in enumerate(script.prefill_names)]
-        others = [[Rank(self, "decode", e, i, name) for i, name in enumerate(names)] for e, names in enumerate(script.decode_names)]
+        others = [
+            [Rank(self, "decode", e, i, name) for i, name in enumerate(names)]
+            for e, names in enumerate(script.decode_names)
+        ]
         self.ranks = {rank.name: rank for rank in (*own, *(rank for ranks in others for rank in ranks))}
         for rank in self.ranks.values():
             rank.start()
@@ -873,7 +930,11 @@ class AheadService(Stage):
         self.world.at(self.world.now + self.dice.random() * 0.01, partial(self.prefill.ask, job))
         for engine in (ask.engine, ask.stranger) if ask.stranger >= 0 else (ask.engine,):
             at = self.world.now + ask.late_s + self.dice.random() * 0.01
-            self.world.at(at, partial(self.decoders[engine].follow, ask, follow | {"ticket": job.ticket}))
+            bearing = follow | {"ticket": job.ticket}
+            self.world.at(at, partial(self.decoders[engine].follow, ask, bearing, f"D{ask.number}"))
+            if ask.again_s >= 0.0:
+                again = partial(self.decoders[engine].follow, ask, bearing, f"D{ask.number}~n1")
+                self.world.at(at + ask.again_s, again)
 
     def number_of(self, ticket: str) -> int:
         return self.tickets[ticket]
@@ -925,9 +986,12 @@ class AheadService(Stage):
                 ranks = self.prefill.ranks if fault.who[1] == "p" else self.decoders[ask.engine].ranks
                 getattr(self, f"_meet_{fault.kind}")(self.dice.choice(ranks), fault)
             case "cancel" | "cached":
-                self.decoders[ask.engine].cancel(number, releases=fault.kind == "cached")
+                name = f"D{number}{'~n1' * (ask.again_s >= 0.0 and self.dice.random() < 0.3)}"
+                self.decoders[ask.engine].cancel(name, releases=fault.kind == "cached")
             case kind if job is not None:
                 getattr(self.prefill, kind)(job)
+            case _:
+                pass  # its prefill leg has not come
 
     def _meet_crash(self, rank: Rank, fault: Fault, only: Process | None = None) -> None:
         process = rank.process
@@ -986,7 +1050,9 @@ class AheadService(Stage):
                 loan = self.loans[decode_offer(message).key.token]
                 self.outcomes["offers.of_pieces" if message.is_piece else "offers"] += 1
                 if (loan.number, loan.is_piece) != (self.tickets[message.ticket], message.is_piece):
-                    self.world.violate(f"{source.name} offers {loan} under the ticket of {self.tickets[message.ticket]}")
+                    self.world.violate(
+                        f"{source.name} offers {loan} under the ticket of {self.tickets[message.ticket]}"
+                    )
             is_about = isinstance(message, Follow | Unfollow | Offered)
             if not is_about or self._arrives(source, target, found, message):
                 left.append(message)
@@ -1059,7 +1125,7 @@ class AheadService(Stage):
         now = self.world.now
         for engine, side in enumerate(self.decoders):
             if all(2 * len(free) >= count for free, count in zip(side.free, side.ranks[0].num_blocks, strict=True)):
-                ask = AheadAsk(PROBE + engine, now, 40, 0, engine, -1, 0.0, 0, -1, True, False, 4.0)
+                ask = AheadAsk(PROBE + engine, now, 40, 0, engine, -1, 0.0, -1.0, 0, -1, True, False, 4.0)
                 self._ask(ask)
                 self.world.run(self.world.now + 10.0)
                 if side.outcomes.get(f"D{ask.number}") != "received":

@@ -22,7 +22,6 @@ from asynckv.core.types import Reason
 from asynckv.core.wire import Follow
 from asynckv.embed import EngineDesk
 from asynckv.embed.ledgers import PrefillLedger
-from asynckv.geometry.pairing import BlockLists
 from tests.lab import ahead
 from tests.lab.recalls import prove_by_the_clock
 

@@ -46,6 +46,7 @@ class AheadAsk:
         engine: Decode engine that reads it.
         stranger: Another decode engine that follows its ticket as well, or -1.
         late_s: Seconds by which the decode leg comes later than the prefill leg.
+        again_s: Seconds after which its decode engines get another request with its ticket; none if negative.
         wanted: Tokens that the decode engine wants; 0: all.
         agrees: Tokens in which the hashes of both sides agree, if there are any hashes; -1: all.
         takes_pieces: True if the decode engine knows pieces.
@@ -59,6 +60,7 @@ class AheadAsk:
     engine: int
     stranger: int
     late_s: float
+    again_s: float
     wanted: int
     agrees: int
     takes_pieces: bool
@@ -68,9 +70,10 @@ class AheadAsk:
     def __str__(self) -> str:
         return (
             f"{self.at:8.3f} s  request {self.number}: {self.tokens} tokens, {self.cached} cached, read by engine "
-            f"{self.engine}{f' and {self.stranger}' * (self.stranger >= 0)}, {self.late_s:.3f} s late"
+            f"{self.engine}{f' and {self.stranger}' * (self.stranger >= 0)}, {self.late_s:.3f} s late, {self.lease_s:g} s"
+            f"{f', again after {self.again_s:.3f} s' * (self.again_s >= 0)}{', may be recalled' * self.recall}"
             f"{f', wanted {self.wanted}' * (self.wanted > 0)}{f', agrees to {self.agrees}' * (self.agrees >= 0)}"
-            f"{', without pieces' * (not self.takes_pieces)}{', may be recalled' * self.recall}, {self.lease_s:g} s"
+            f"{', without pieces' * (not self.takes_pieces)}"
         )
 
 
@@ -147,6 +150,7 @@ def make_ahead_script(seed: int, faults: Sequence[str] = AHEAD_FAULTS) -> AheadS
                 engine=engine,
                 stranger=1 - engine if engines > 1 and rng.random() < 0.4 else -1,
                 late_s=rng.choice([0.0, 0.0, 0.0, rng.random() * 0.3, rng.random() * 3.0]),
+                again_s=rng.choice([-1.0] * 6 + [0.0, rng.random() * 0.5]),
                 wanted=rng.randint(20, tokens) if is_partial and rng.random() < 0.5 else 0,
                 agrees=rng.randint(0, tokens) if is_partial and hash_tokens else -1,
                 takes_pieces=rng.random() < 0.93,
@@ -187,8 +191,9 @@ def _draw(rng: random.Random, kind: str, asks: Sequence[AheadAsk], names: Sequen
     seconds, p = rng.choice([0.05, 0.5, 2.0]) * rng.uniform(0.5, 1.5), rng.choice([0.1, 0.3, 1.0])
     if kind in SHAPED or (kind in ("crash", "close") and rng.random() < 0.6):
         when = rng.choice(MOMENTS[1:9] if kind == "preempt" else MOMENTS[5:7] if kind == "scribble" else MOMENTS)
-        who = (str(ask.number),) if kind in SHAPED else (str(ask.number), rng.choice(["p", "d"]))
-        return Fault(kind, ask.at + rng.choice([0.0, rng.random() * 0.5]), seconds, who, p, when=when)
+        side = () if kind in SHAPED else (rng.choice(["p", "d"]),)
+        at = ask.at + rng.choice([0.0, rng.random() * 0.5])
+        return Fault(kind, at, seconds, (str(ask.number), *side), p, when=when)
     p = rng.choice([0.001, 0.01]) if kind == "pause" else p
     who = tuple(rng.sample(names, rng.choice([1, len(names)]) if kind not in OF_RANKS else 1))
     return Fault(kind, ask.at + rng.random() ** 2, seconds, who, p)

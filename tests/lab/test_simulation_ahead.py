@@ -1,4 +1,4 @@
-"""Simulated services whose prompts are read while they are computed: every promise is kept, and planted bugs are seen."""
+"""Simulated services that read prompts while they are computed: every promise is kept, and planted bugs are seen."""
 
 from __future__ import annotations
 
@@ -100,9 +100,7 @@ def test_a_seed_gives_the_same_run_twice() -> None:
         assert list(run(seed).events(1 << 30)) == list(run(seed).events(1 << 30))
 
 
-SEEN = {
-    "a_piece_that_outlives_the_last_loan": 35,
-}
+SEEN = {"a_piece_that_outlives_the_last_loan": 35}
 """Seeds that were seen to catch a bug, where none of the first few does: they are tried first."""
 
 

@@ -87,7 +87,7 @@ class Scheduler:
 
     async def _start(self, rank: int) -> None:
         name = f"{self.role}{rank}"
-        sizes = {"tp_rank": rank, "tp_size": len(self.ranks), "block_size": self.block_size}
+        sizes: Any = {"tp_rank": rank, "tp_size": len(self.ranks), "block_size": self.block_size}
         process = await self._fleet.start(name, "tests.lab.ticket_rank:Rank", name=self.role, **sizes)
         self._joining[rank] = msgspec.convert(await process.ask("endpoint", PATIENCE_S), Endpoint)
         self.ranks[rank] = process
@@ -222,7 +222,6 @@ class Prefill(Scheduler):
                 if ticket:
                     self.ledger.withdraw_ticket(ticket)
         return {"do_remote_prefill": True, "asynckv": lent, "asynckv_offers": True}
-
 
     async def _compute(
         self, request_id: str, number: int, blocks: list[int], tokens: int, ticket: str, ends_at: int
@@ -382,7 +381,13 @@ class Service:
 
 
 async def run(
-    prefill: int, decode: int, victims: Sequence[str], *, seed: int = 0, chunk: int = 0, sizes: tuple[int, int] = (16, 16)
+    prefill: int,
+    decode: int,
+    victims: Sequence[str],
+    *,
+    seed: int = 0,
+    chunk: int = 0,
+    sizes: tuple[int, int] = (16, 16),
 ) -> dict[str, Any]:
     """Serve clients by engines of so many ranks while ranks and the router are killed; return what was found.
 
