@@ -294,6 +294,8 @@ class EngineDesk:
             order.done.set_result(None)
         elif isinstance(order, Recall):
             order.done.set_exception(error)  # its caller raises it
+        elif isinstance(order, Pull) and order.goes_on:
+            pass  # its head start is reported, and names what is held
         elif isinstance(order, Flown):
             self._tell(_of(order, "failed"), Failed(order.request_id, error))
         else:

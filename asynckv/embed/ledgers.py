@@ -708,7 +708,7 @@ class PrefillLedger(_Ledger):
         self._loans: dict[str, Loan] = {}  # all that are not over, by name
         self._of: dict[str, list[Loan]] = {}  # the same by the scheduler's ids, the newest last
         self._free: list[Loan] = []
-        self._tickets: dict[str, None] = {}  # all that requests have brought, oldest first
+        self._tickets: dict[str, bool] = {}  # all that requests have brought, oldest first; False if they are over
         self.followed = set[str]()  # tickets with a follower that waits for a piece, until `lend_piece` makes one
 
     def __len__(self) -> int:
@@ -724,7 +724,7 @@ class PrefillLedger(_Ledger):
         """Take a request's ticket, for `lend` or `withdraw_ticket`; return False if it is malformed, or another's."""
         with suppress(LocalProtocolError):
             if check_ticket(ticket) not in self._tickets:
-                remember(self._tickets, ticket, None, MAX_TICKETS)
+                remember(self._tickets, ticket, True, MAX_TICKETS)
                 return True
         return False
 
@@ -762,8 +762,8 @@ class PrefillLedger(_Ledger):
 
     def withdraw_ticket(self, ticket: str) -> None:
         """Declare that no request will be lent for a ticket, so that decode engines that follow it are refused."""
-        self.followed.discard(ticket)
-        self._order(WithdrawTicket(check_ticket(ticket)))
+        self._close_ticket(check_ticket(ticket))
+        self._order(WithdrawTicket(ticket))
 
     def lend(
         self,
@@ -816,7 +816,7 @@ class PrefillLedger(_Ledger):
         )
         loan = self._loans[name] = Loan(request_id, name, params, groups, readers, written, ticket=ticket)
         self._of.setdefault(request_id, []).append(loan)
-        self.followed.discard(ticket)
+        self._close_ticket(ticket)
         if written:
             self._order(Lend(params, ticket=ticket))
         return params
@@ -877,7 +877,7 @@ class PrefillLedger(_Ledger):
             LocalProtocolError: It is no report. A rank without one may have died: `rank_died`.
         """
         self._check_report(rank, finished)
-        self.followed.update(self._tickets.keys() & finished.followed)
+        self.followed.update(ticket for ticket in finished.followed if self._tickets.get(ticket))
         for end in finished.finished_sending:
             # If the engine was closed before its grants ended, readers may read until its process ends (`rank_died`).
             if (loan := self._loans.get(end.request_id)) is not None and end.cause != "closed":
@@ -918,6 +918,12 @@ class PrefillLedger(_Ledger):
         return free
 
     # -- inside ------------------------------------------------------------------------------------
+
+    def _close_ticket(self, ticket: str) -> None:
+        """Make no more pieces of a ticket's request, even if a late report says that it is followed."""
+        self.followed.discard(ticket)
+        if ticket in self._tickets:
+            self._tickets[ticket] = False
 
     def _withdraw(self, loan: Loan) -> None:
         if not loan.is_withdrawn:

@@ -83,7 +83,7 @@ class _Route:
 class Lines:
     """Ways to and from processes, on which nothing passes by another."""
 
-    def __init__(self, service: FollowService) -> None:
+    def __init__(self, service: Any) -> None:
         self._service, self._last = service, defaultdict[object, float](float)
 
     def next_at(self, way: object, now: float, most_s: float = STEP_S) -> float:

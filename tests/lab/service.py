@@ -33,6 +33,7 @@ from asynckv.geometry.layout import Group, Layout, Memory, TokenShard, attention
 from asynckv.results import LeaseEnd
 from asynckv.scheduler import PrefillRanks
 from asynckv.testing.fabric import Transfer
+from tests.lab.ahead_script import AheadScript
 from tests.lab.doors import Doors
 from tests.lab.hostile import Hostile
 from tests.lab.looking import Filling, coordinates, few_places
@@ -248,7 +249,7 @@ class Stage:
 
     def __init__(
         self,
-        script: Script | TierScript,
+        script: Script | TierScript | AheadScript,
         doors: Callable[[Process], Doors],
         listeners: Sequence[Listener],
         begins_s: float,

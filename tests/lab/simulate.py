@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -32,6 +33,8 @@ EPILOG = """
 
   python -m tests.lab.simulate --follow --seeds 1000
 
+  python -m tests.lab.simulate --head-start --seeds 1000
+
 [bold]Exit status[/bold]  0 clean, 1 a violation, 2 bad input, 130 Ctrl-C
 """
 
@@ -49,6 +52,9 @@ def simulate(
     ] = False,
     follow: Annotated[
         bool, typer.Option("--follow", help="Requests that are followed, and faults of tickets.", rich_help_panel=RUN)
+    ] = False,
+    head_start: Annotated[
+        bool, typer.Option("--head-start", help="Prompts that are read while they are computed.", rich_help_panel=RUN)
     ] = False,
     jobs: Annotated[int, typer.Option(help="Processes; 0 for one per core.", rich_help_panel=RUN)] = 0,
     events: Annotated[
@@ -72,12 +78,16 @@ def simulate(
     packets, crashes, restarts, freezes, pauses anywhere, transfers that fail, never end, or land after their end.
     Real engines run on simulated planes; freed memory is overwritten at once. The same seed gives the same run.
     """
-    if follow and offload:
-        raise ConfigError("--follow and --offload are of different services; give one of them")
-    known = simulation.TIER_FAULTS if offload else simulation.FOLLOW_FAULTS if follow else simulation.FAULTS
-    make: simulation.Make = simulation.make_follow_script if follow else simulation.make_script
-    if offload:
-        make = simulation.make_tier_script
+    services: dict[str, tuple[Sequence[str], simulation.Make]] = {
+        "": (simulation.FAULTS, simulation.make_script),
+        " --offload": (simulation.TIER_FAULTS, simulation.make_tier_script),
+        " --follow": (simulation.FOLLOW_FAULTS, simulation.make_follow_script),
+        " --head-start": (simulation.AHEAD_FAULTS, simulation.make_ahead_script),
+    }
+    option = " --offload" * offload + " --follow" * follow + " --head-start" * head_start
+    if option not in services:
+        raise ConfigError("--offload, --follow and --head-start are of different services; give one of them")
+    known, make = services[option]
     chosen = known if faults == "all" else () if faults == "none" else tuple(x.strip() for x in faults.split(","))
     if strange := [x for x in chosen if x not in known]:
         raise ConfigError(f"--faults {strange[0]!r} is unknown; use all, none, or some of {', '.join(known)}")
@@ -123,7 +133,7 @@ def simulate(
     )
     # What is pasted into a shell, or comes out of a script, is neither broken into lines nor read as markup.
     say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-    again = f"python -m tests.lab.simulate{' --offload' * offload}{' --follow' * follow}"
+    again = f"python -m tests.lab.simulate{option}"
     if found.interrupted:
         failed = f"; of these failed: {', '.join(map(str, found.violations)) or 'none'}" if found.seeds else ""
         say(

@@ -8,6 +8,8 @@ no byte written into a block that was given back, no block lost, everything idle
 
 With `make=make_follow_script` the same services get most requests with a ticket, which decode engines follow.
 
+With `make=make_ahead_script` decode engines read prompts that are still computed.
+
 With `make=make_tier_script` seeds stand for engines that offload: tiers fail, fill up, hang and rot, and ranks die and
 come back on their disks with another geometry.
 
@@ -34,6 +36,8 @@ from typing import Any
 
 from asynckv.core.wire import decode_packet
 from asynckv.errors import AsyncKVError
+from tests.lab.ahead import AheadService
+from tests.lab.ahead_script import AHEAD_FAULTS, AheadScript, make_ahead_script
 from tests.lab.doors import Doors
 from tests.lab.follow_script import FOLLOW_FAULTS, make_follow_script
 from tests.lab.following import FollowService
@@ -45,6 +49,7 @@ from tests.lab.tier_service import TierService
 from tests.lab.world import Process
 
 __all__ = [
+    "AHEAD_FAULTS",
     "FAULTS",
     "FOLLOW_FAULTS",
     "TIER_FAULTS",
@@ -53,6 +58,7 @@ __all__ = [
     "Found",
     "Outcome",
     "Script",
+    "make_ahead_script",
     "make_follow_script",
     "make_script",
     "make_tier_script",
@@ -62,7 +68,7 @@ __all__ = [
     "simulate_many",
 ]
 
-AnyScript = Script | TierScript
+AnyScript = Script | TierScript | AheadScript
 Make = Callable[[int, Sequence[str]], AnyScript]
 
 
@@ -126,10 +132,12 @@ def play(script: AnyScript, doors: Callable[[Process], Doors] = Doors, logs: Log
         logs: As for `simulate`.
     """
     listeners = [logs] if logs is not None else []
-    service: Service | TierService
+    service: Service | TierService | AheadService
     with _silent():
         if isinstance(script, TierScript):
             service = TierService(script, doors, listeners)
+        elif isinstance(script, AheadScript):
+            service = AheadService(script, doors, listeners)
         else:
             is_followed = any(ask.legs is not None for ask in script.asks)
             service = (FollowService if is_followed else Service)(script, doors, listeners)

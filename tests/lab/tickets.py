@@ -2,7 +2,7 @@
 
 Every rank, and the router, is a process. The schedulers are here, each with the real ledger of its side and an HTTP
 server, and so are the clients. A hostile allocator overwrites blocks that return. Every byte that a pull publishes is
-compared.
+compared. A prefill engine that computes in chunks lends pieces, and preempts some prompts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from asynckv import DecodeLedger, PrefillLedger, PrefillRanks, configure_logging
 from asynckv.core.types import Endpoint
 from asynckv.embed.ledgers import Fetch
 from asynckv.errors import AsyncKVError, LocalProtocolError
+from asynckv.scheduler import PieceSizes
 from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.router import Router
 from asynckv.tools.proxy.server import COMPLETIONS, Refused, errors_as_json, serving
 from tests.lab.fleet import Fleet, Lost, Process
-from tests.lab.ticket_rank import BLOCK, LEASE, NUM_BLOCKS, packed, unpacked
+from tests.lab.ticket_rank import LEASE, NUM_TOKENS, packed, unpacked
 
 MOST_TOKENS, STEP_S, FORWARD_S = 160, 0.003, 0.03
 LIMITS: Any = {"health_s": 0.2, "prefill_s": 8.0, "drain_s": 0.5}
@@ -57,12 +58,13 @@ class Scheduler:
 
     ledger: PrefillLedger | DecodeLedger
 
-    def __init__(self, fleet: Fleet, role: str, tp_size: int, seed: int) -> None:
+    def __init__(self, fleet: Fleet, role: str, tp_size: int, seed: int, block_size: int = 16, chunk: int = 0) -> None:
+        self.block_size, self.chunk = block_size, chunk
         self.role, self.rng, self.counts = role, random.Random(f"{seed}{role}"), Counter[str]()
         self.ranks: list[Process | None] = [None] * tp_size
-        self.free = list(range(NUM_BLOCKS))
+        self.free = list(range(NUM_TOKENS // block_size))
         self._fleet, self._numbers, self._joining = fleet, itertools.count(), dict[int, Any]()
-        self._works: list[tuple[tuple[str, int, list[int], int], asyncio.Future[list[Any]]]] = []
+        self._works: list[tuple[tuple[str, int, list[int], int, int], asyncio.Future[list[Any]]]] = []
         self._stepped, self._tasks = asyncio.Event(), set[asyncio.Task[None]]()
 
     async def __aenter__(self) -> Self:
@@ -85,9 +87,8 @@ class Scheduler:
 
     async def _start(self, rank: int) -> None:
         name = f"{self.role}{rank}"
-        process = await self._fleet.start(
-            name, "tests.lab.ticket_rank:Rank", name=self.role, tp_rank=rank, tp_size=len(self.ranks)
-        )
+        sizes: Any = {"tp_rank": rank, "tp_size": len(self.ranks), "block_size": self.block_size}
+        process = await self._fleet.start(name, "tests.lab.ticket_rank:Rank", name=self.role, **sizes)
         self._joining[rank] = msgspec.convert(await process.ask("endpoint", PATIENCE_S), Endpoint)
         self.ranks[rank] = process
 
@@ -121,13 +122,13 @@ class Scheduler:
             self._stepped = asyncio.Event()
             await asyncio.sleep(STEP_S)
 
-    async def do(self, what: str, number: int, blocks: list[int], tokens: int) -> list[Any]:
+    async def do(self, what: str, number: int, blocks: list[int], tokens: int, first: int = 0) -> list[Any]:
         """Have all ranks do something in the next step, even if the caller is cancelled.
 
         Raises:
             Refused: A rank was lost.
         """
-        self._works.append(((what, number, blocks, tokens), done := asyncio.get_running_loop().create_future()))
+        self._works.append(((what, number, blocks, tokens, first), done := asyncio.get_running_loop().create_future()))
         try:
             found: list[Any] = await asyncio.shield(done)
         except asyncio.CancelledError:
@@ -146,11 +147,11 @@ class Scheduler:
     def give(self, blocks: Sequence[int | None]) -> None:
         """Take blocks back, and have them overwritten before they are used again."""
         self.free += (given := [block for block in blocks if block is not None])
-        self._works.append((("poison", 0, given, 0), asyncio.get_running_loop().create_future()))
+        self._works.append((("poison", 0, given, 0, 0), asyncio.get_running_loop().create_future()))
 
     async def left(self) -> dict[str, Any]:
         """Return what is not free, or known to the ledger or a rank."""
-        found: dict[str, Any] = {"requests": len(self.ledger), "blocks": NUM_BLOCKS - len(self.free)}
+        found: dict[str, Any] = {"requests": len(self.ledger), "blocks": NUM_TOKENS // self.block_size - len(self.free)}
         for process in self.ranks:
             found |= await process.ask("left") if process is not None else {"lost": 1}
         return {name: count for name, count in found.items() if count}
@@ -206,9 +207,14 @@ class Prefill(Scheduler):
         ticket = ticket if ticket and self.ledger.take_ticket(ticket) else ""
         self.counts.update(prefills=1, tickets=bool(ticket))
         try:
-            blocks = await self.take(-(-tokens // BLOCK))
-            await asyncio.sleep(self.rng.uniform(0, FORWARD_S))
-            await self.do("fill", number, blocks, tokens)
+            is_done, ends_at = False, self.rng.randint(1, 2 * tokens) if self.rng.random() < 0.4 else tokens
+            while not is_done:
+                blocks = await self.take(-(-tokens // self.block_size))
+                if not (is_done := await self._compute(request_id, number, blocks, tokens, ticket, ends_at)):
+                    self.ledger.end_pieces(ticket)
+                    self.give(blocks)
+                    blocks, ends_at = [], tokens
+                    self.counts["preempted"] += 1
             lent = self.ledger.lend(request_id, [(0, blocks)], tokens, ticket=ticket)
         finally:
             if lent is None:
@@ -216,6 +222,27 @@ class Prefill(Scheduler):
                 if ticket:
                     self.ledger.withdraw_ticket(ticket)
         return {"do_remote_prefill": True, "asynckv": lent, "asynckv_offers": True}
+
+    async def _compute(
+        self, request_id: str, number: int, blocks: list[int], tokens: int, ticket: str, ends_at: int
+    ) -> bool:
+        """Compute a prompt, and lend what is finished meanwhile; return False if it was preempted."""
+        if not self.chunk or not ticket:
+            await asyncio.sleep(self.rng.uniform(0, FORWARD_S))
+            await self.do("fill", number, blocks, tokens)
+            return True
+        size, sizes = self.block_size, PieceSizes()
+        for begin in range(0, tokens, self.chunk):
+            end = min(begin + self.chunk, tokens)
+            await self.do("fill", number, blocks[begin // size : -(-end // size)], end, begin)
+            if end >= ends_at and end < tokens:
+                return False
+            is_followed = ticket in self.ledger.followed
+            if (piece := sizes.take(end // size * size, tokens, is_followed=is_followed)) is not None and end < tokens:
+                ids = blocks[piece.start // size : piece.stop // size]
+                self.ledger.lend_piece(request_id, ticket, [(piece.start, ids)], piece.stop)
+                self.counts["pieces"] += 1
+        return True
 
 
 class Decode(Scheduler):
@@ -238,7 +265,7 @@ class Decode(Scheduler):
     async def serve(self, request_id: str, number: int, tokens: int, params: dict[str, Any]) -> dict[str, Any]:
         follow, ledger, what = params.get("asynckv_follow"), self.ledger, "in_turn"
         if follow is not None:
-            what, known = "followed", ledger.follow(request_id, follow)
+            what, known = "followed", ledger.follow(request_id, follow, takes_pieces=bool(self.chunk))
         elif params.get("do_remote_prefill"):
             known = ledger.announce(request_id, params["asynckv"])
         else:
@@ -246,10 +273,16 @@ class Decode(Scheduler):
         if known is None and what != "computed":
             raise Refused(500, "was read before")
         blocks, end = list[int](), asyncio.get_running_loop().create_future()
+        count = -(-tokens // self.block_size)
         try:
             while known is not None and ledger.may_pull(request_id) is None:
+                if known.piece is not None and not blocks and len(self.free) >= 2 * count:
+                    blocks = await self.take(count)
+                    ledger.start_early(request_id, [(0, blocks)])
+                    self._ends[request_id] = end
+                    self.counts["early"] += 1
                 await self._stepped.wait()
-            blocks = await self.take(-(-tokens // BLOCK))
+            blocks = blocks or await self.take(count)
             if known is None:
                 await self.do("fill", number, blocks, tokens)
             elif not ledger.may_pull(request_id):
@@ -347,16 +380,33 @@ class Service:
         return left
 
 
-async def run(prefill: int, decode: int, victims: Sequence[str], *, seed: int = 0) -> dict[str, Any]:
-    """Serve clients by engines of so many ranks while ranks and the router are killed; return what was found."""
+async def run(
+    prefill: int,
+    decode: int,
+    victims: Sequence[str],
+    *,
+    seed: int = 0,
+    chunk: int = 0,
+    sizes: tuple[int, int] = (16, 16),
+) -> dict[str, Any]:
+    """Serve clients by engines of so many ranks while ranks and the router are killed; return what was found.
+
+    Args:
+        chunk: Tokens that the prefill engine computes in a step; 0: whole prompts at once, and no head starts.
+        sizes: Tokens per block of both engines.
+    """
     async with (
         Fleet() as fleet,
-        Prefill(fleet, "prefill", prefill, seed) as lends,
-        Decode(fleet, "decode", decode, seed) as reads,
+        Prefill(fleet, "prefill", prefill, seed, sizes[0], chunk) as lends,
+        Decode(fleet, "decode", decode, seed, sizes[1], chunk) as reads,
     ):
         service = Service(fleet, lends, reads, seed)
         await service.start_router()
         async with service.load():
             await service.hurt(victims)
-        left = await service.settle()
-        return {"left": left, "clients": dict(service.counts), "prefill": lends.counts, "decode": reads.counts}
+        left, pieces = await service.settle(), Counter[str]()
+        for rank in [*lends.ranks, *reads.ranks] if chunk else ():
+            if rank is not None:
+                pieces.update(await rank.ask("pieces"))
+        counts = {"prefill": lends.counts, "decode": reads.counts, "pieces": pieces}
+        return {"left": left, "clients": dict(service.counts), **counts}
