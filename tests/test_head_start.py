@@ -362,10 +362,15 @@ def test_a_difference_at_a_second_look_ends_the_request() -> None:
     prefill.buffers.overwrite(THERE[0], 0xDD)
     world.run(0.1)
     (request,) = service.requests
+    assert service.follows[0].have == -1
+    params, (lease,) = service.lend()
+    world.run()
+    service.pull(params)
+    world.run(0.1)
     assert decode.requests_ended == [request]
     assert request.pull is not None
-    assert (request.stopped, request.pull.reason) == (Reason.DIFFERS, Reason.DIFFERS)
-    assert not service.follows[0].is_open
+    assert (request.attempts, request.stopped, request.pull.reason) == (0, Reason.DIFFERS, Reason.DIFFERS)
+    assert lease.discharged, "it is released as failed, and nothing of it was published"
     assert decode.core.is_idle
 
 

@@ -37,7 +37,7 @@ def test_a_head_start_is_listed_as_such_with_all_blocks_of_its_request_and_witho
     now = world.time(decode)
     follow, early = decode.inspect.requests(now)
     assert (follow.kind, early.kind, early.state, early.request_id) == ("follow", "early", "early", "d")
-    assert (early.blocks, early.age_s, early.left_s) == (4, 3.0, None)
+    assert (early.blocks, early.age_s, early.left_s) == (4, 3.0, 357.0)
     assert ("early", {0: (1, 2, 3, 4)}) in [(x.reason, x.blocks) for x in decode.inspect.holds(now)]
     seen = account(world, decode)
     assert [(x.kind, x.phase, x.number) for x in seen.counts] == [("early", "early", 1), ("follow", "following", 1)]

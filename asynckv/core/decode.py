@@ -159,7 +159,8 @@ class DecodeSide:
             self._route(pull, now)
             return
         self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
-        self.started.add(pull.pull_id)
+        if pull.kind is not KIND.PIECE:
+            self.started.add(pull.pull_id)
         if ready is not None:
             for peer in ready.peers:
                 self.peers.attach(peer, pull.pull_id, now)
@@ -397,7 +398,7 @@ class DecodeSide:
             self._carry_out(pull, effects, now, wakes=pull.failure is not None or DO.SEND in effects)
             if is_read and pull.lists is not None:
                 # Ask for the next piece in the packet that claims this one. If the claim is refused, it asks anew.
-                self._ask_on(pull.request_id, pull.lists.num_tokens, now)
+                self._ask_on(pull, pull.lists.num_tokens, now)
             if pull.reason is not None and not pull.is_over:
                 self._let_go(pull, source, now)
         if transfer.is_packed and ending is not ENDING.IN_DOUBT and pull.reason is None:  # else its release says it
@@ -746,13 +747,14 @@ class DecodeSide:
             request.head.took(pull.params, pull.measures.num_bytes)
         else:
             request.head.waiting = None
-            if reason is Reason.DIFFERS:
-                request.stop(Reason.DIFFERS)  # the request names the same blocks
-            self._ask_on(pull.request_id, request.head.have if reason in _TAKEN_BACK else -1, now)
+        following, have = request.head.following, request.head.have
+        if following is not None and (reason is not Reason.COMPLETE or following.have != have):  # else it has asked so
+            self._ask_on(pull, have if reason is Reason.COMPLETE or reason in _TAKEN_BACK else -1, now)
         self._timers.wake(request, now)
 
-    def _ask_on(self, request_id: RequestId, have: int, now: float) -> None:
-        if (following := self.follows.by_request.get(request_id)) is not None:
+    def _ask_on(self, pull: Pull, have: int, now: float) -> None:
+        following = pull.owner.head.following if isinstance(pull.owner, Request) and pull.owner.head else None
+        if following is not None and following.is_open:
             self.follows.ask(following, have, now)
 
     def _blocks_settled(self, pull: Pull, now: float) -> None:

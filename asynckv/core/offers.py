@@ -50,6 +50,8 @@ class Pieces:
 
     def behind(self, follow: Follow) -> Raw | None:
         """Return the newest piece that a follower can add to what it has, without a gap."""
+        if follow.have < 0:
+            return None
         self.cohort_id = self.cohort_id or follow.cohort.id
         for piece in reversed(self.lent if self.cohort_id == follow.cohort.id else ()):
             if piece.begin <= follow.have < piece.end:
@@ -73,6 +75,7 @@ class Offers:
         """Offer a request that was lent just now. A ticket belongs to the first request that brings it."""
         if ticket in self.lent or ticket in self._ended:
             self._outbox.counters["tickets.taken"] += 1
+            self.end_pieces(ticket)  # they may be of this request, whose end says nothing of the ticket
             return
         self.lent[ticket], lease.offers = (lease, encode_offer(params)), 0
         self.tickets[lease.lent.key] = ticket
@@ -80,12 +83,12 @@ class Offers:
             self._answer(parked)
 
     def withdraw(self, ticket: str) -> None:
-        """Declare that no request will be lent under a ticket. One that is lent stays as it is."""
+        """Declare that no request will be lent under a ticket. One that is lent stays as it is, without pieces."""
+        self.end_pieces(ticket)
         if ticket not in self.lent and ticket not in self._ended:
             remember(self._ended, ticket, Reason.WITHDRAWN, self._max_ended)
             for parked in self._parking.take(ticket):
                 self._answer(parked)
-            self.end_pieces(ticket)
 
     def lend_piece(self, ticket: str, lease: Lease, params: KVTransferParams) -> None:
         """Offer a piece of a request that is still computed. It is nothing if the request has ended, or was lent."""
@@ -98,10 +101,11 @@ class Offers:
         begin = max([runs.first_token for runs in params.groups if runs.runs], default=params.num_tokens)
         pieces.lent.append(LentPiece(lease, begin, params.num_tokens, encode_offer(params)))
         self.pieces[lease.lent.key] = self.unread[ticket] = lease
-        for place, parked in list(self._parking.by_key.get(ticket, {}).items()):
-            if isinstance(parked.message, Follow) and self._piece_behind(parked.message) is not None:
-                self._parking.drop(ticket, place)
-                self._answer(parked)
+        parked = self._parking.by_key.get(ticket, {}).items()
+        takers = [x for x in parked if isinstance(x[1].message, Follow) and pieces.behind(x[1].message) is not None]
+        for place, taker in takers[:AT_ONCE]:
+            self._parking.drop(ticket, place)
+            self._answer(taker)
         self._tell_if_followed(ticket)  # a follower that can take nothing of this one waits on for the next
 
     def end_pieces(self, ticket: str) -> None:
@@ -171,8 +175,7 @@ class Offers:
         self._outbox.send(parked.reply_to, parked.sender, answer)
 
     def _piece_behind(self, follow: Follow) -> Raw | None:
-        pieces = self._pieces.get(follow.ticket) if follow.have >= 0 else None
-        return None if pieces is None else pieces.behind(follow)
+        return None if (pieces := self._pieces.get(follow.ticket)) is None else pieces.behind(follow)
 
     def _tell_if_followed(self, ticket: str) -> None:
         if self.is_followed(ticket):

@@ -331,7 +331,7 @@ class PrefillSide:
                 reader, what, detail = lease.name_of(message, sender), WHAT[type(message)], short(answer.detail)
                 self._outbox.commands.append(ReaderRefused(reader, what, answer.reason, detail))
         self._outbox.send(reply_to, sender, answer)
-        if self.offers.unread and type(answer) is Granted:
+        if self.offers.pieces and type(answer) is Granted and message.key in self.offers.pieces:
             self.offers.piece_granted(lease)
         wakes = effects.wake_at < lease.scheduled_at
         if effects.has_ended or wakes or lease.is_sampled or self._outbox.trace or lease.ended_copies:

@@ -90,13 +90,13 @@ class Caller:
         core, news = driver.core, asyncio.Event()
         self._news = news
         try:
-            if request.state is not RequestState.OVER:
+            if request.state is not RequestState.OVER or not request.has_ended:
                 await news.wait()
         except asyncio.CancelledError:
             core.abandon(request, driver.clock.now())
             driver.soon()
             # NIXL may still be writing: wait as long as `drain_s` allows, however often we are cancelled.
-            while request.state is not RequestState.OVER and not driver.life.is_shut and driver.core is core:
+            while not request.has_ended and not driver.life.is_shut and driver.core is core:
                 with suppress(asyncio.CancelledError), anyio.CancelScope(shield=True):
                     await news.wait()
             raise

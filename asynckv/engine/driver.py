@@ -512,7 +512,7 @@ class Driver:
                     case FollowReached(following, is_late, None):
                         self._tell_follow(following, is_late, now)
                     case FollowReached(following, _, piece):
-                        if piece is not None and following.waiter is not None:
+                        if piece is not None and following.waiter is not None and following.is_open:
                             following.waiter.offered(following, piece)
                     case TicketFollowed(ticket):
                         self.on_followed(ticket)

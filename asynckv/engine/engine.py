@@ -22,7 +22,7 @@ from asynckv.account.survey import Survey
 from asynckv.account.values import Facts, Lag
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, number, seconds, shown, text, texts
 from asynckv.config import MAX_RETRIES, EngineConfig
-from asynckv.core.attempts import Request, Waiter
+from asynckv.core.attempts import Request
 from asynckv.core.following import Follower, Following
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.pull import PullRequest
@@ -34,6 +34,7 @@ from asynckv.core.types import (
     Endpoint,
     FollowParams,
     KVTransferParams,
+    Waiter,
     check_ticket,
     decode_follow,
     decode_params,
