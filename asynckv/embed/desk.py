@@ -237,9 +237,9 @@ class EngineDesk:
             case StartEarly():
                 self._begin(order, engine._begin_early, engine._result_of, given)
             case Pull():
-                goes_on, flights = given.pop("goes_on") is True, self._flights.get((Pull, order.request_id), ())
+                flights = self._flights.get((Pull, str(order.request_id)), ())
                 early = next((x for x in flights if isinstance(x.order, StartEarly) and not x.is_held), None)
-                if early is not None or goes_on:
+                if given.pop("goes_on") is True or early is not None:
                     self._go_on(order, early, given)
                 else:
                     self._begin(order, engine._begin_pull, engine._result_of, given)
