@@ -540,3 +540,44 @@ async def test_a_pull_that_does_not_say_that_it_goes_on_leaves_no_flight() -> No
         desk.submit([Pull(request_id="d", groups=[(0, list(HERE))], params=params)])
         await until(lambda: desk.has_news)
         assert not desk._flights
+
+
+def test_a_difference_is_not_forgotten_when_a_later_piece_is_read_well() -> None:
+    service = Service(pull=PullConfig(second_look=1.0))
+    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service.early(1)
+    for transfer_id in list(decode.reads):
+        world.complete(decode, transfer_id)
+    prefill.buffers.overwrite(THERE[0], 0xDD)
+    (following,) = service.follows
+    nonce = following.nonces[-1]  # of a follow that the prefill rank has answered before it hears of another one
+    world.run()
+    assert counters(decode) == {"pieces.differs": 1}
+    again = encode_offer(service.piece(0, 3))
+    address, sender = following.rank.place
+    decode.core.decode.receive(Offered(TICKET, nonce, again, is_piece=True), address, sender, world.time(decode))
+    world.settle(decode)
+    world.run(0.1)
+    assert counters(decode) in ({"pieces.differs": 1}, {"pieces.differs": 1, "pieces.complete": 1})
+    service.pull(service.lend()[0])
+    world.run(0.1)
+    (request,) = service.requests
+    assert request.pull is not None
+    assert request.pull.reason is not Reason.COMPLETE, "the request names the same blocks"
+
+
+def test_a_rank_whose_follow_has_ended_pulls_what_another_rank_was_offered() -> None:
+    """Its time was over just before the order to pull came."""
+    service = Service(1, 2)
+    world, (_, second) = service.world, service.decode
+    service.early(1)
+    world.run()
+    late = service.follows[1]
+    second.core.decode.follows.end(late, Reason.NO_OFFER, "offered nothing in time", world.time(second))
+    world.settle(second)
+    world.run()
+    params, _ = service.lend()
+    world.run()
+    assert service.follows[0].params == params
+    service.pull(params)
+    service.ended_well()
