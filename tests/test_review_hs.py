@@ -13,7 +13,7 @@ from asynckv.core.attempts import RequestState
 from asynckv.core.parking import AT_ONCE
 from asynckv.core.pull import Kind, PullRequest
 from asynckv.core.types import Cohort, Endpoint, FollowParams, KVTransferParams, Reason, ReplyTo, decode_params
-from asynckv.core.wire import Follow, Offered, decode_packet, encode_offer
+from asynckv.core.wire import Follow, Offered, Unfollow, decode_packet, encode_offer
 from asynckv.embed import EngineDesk, Finished, Lend, Offer, PrefillLedger, Pull, Refused, StartEarly
 from asynckv.embed import Follow as FollowOrder
 from asynckv.testing import SimData
@@ -581,3 +581,19 @@ def test_a_rank_whose_follow_has_ended_pulls_what_another_rank_was_offered() -> 
     assert service.follows[0].params == params
     service.pull(params)
     service.ended_well()
+
+
+@pytest.mark.anyio
+async def test_followers_of_tickets_without_end_add_a_bounded_number_of_news() -> None:
+    async with Bench(False).pair() as (prefill, _, _):
+        desk = EngineDesk(prefill.engine)
+        driver = prefill.engine._driver
+        offers = driver.core.prefill.offers
+        for number in range(20_000):
+            ticket = f"{number:032x}"
+            offers.follow(Follow(ticket, number, Cohort("c"), 0), ReplyTo(b"x"), "s", driver.clock.now(), "", "")
+            offers.unfollow(Unfollow(ticket, number), ReplyTo(b"x"), "s")
+            if number % 100 == 0:
+                driver.at_once()
+        driver.at_once()
+        assert len(desk._news) < 20_000, "an engine without steps never takes them"
