@@ -41,6 +41,7 @@ class Chunks:
     hashes: Sequence[str] = ()
     blocks: Sequence[list[int]] = ()  # per group of vLLM; empty while it does not run
     cached: int = 0  # tokens that were there when it began to run
+    settled: int = 0  # tokens that may be lent
     sizes: PieceSizes = field(default_factory=PieceSizes)
     has_pieces: bool = False
 
@@ -105,13 +106,17 @@ class Pieces:
 
     def _run(self, name: str, blocks: Sequence[Sequence[int]], num_cached: int) -> None:
         if (chunks := self._of.get(name)) is not None:
-            chunks.blocks, chunks.cached, chunks.sizes = [list(ids) for ids in blocks], num_cached, PieceSizes()
+            chunks.blocks, chunks.sizes = [list(ids) for ids in blocks], PieceSizes()
+            chunks.cached, chunks.settled = num_cached, 0
 
     def _lend(self, chunks: Chunks, loans: PrefillLedger) -> None:
         request, settled, is_followed = chunks.request, num_received(chunks.request), chunks.ticket in loans.followed
         if settled <= chunks.cached:
             return
         settled -= settled % math.lcm(self._unit, chunks.every)  # so that a piece ends with a hash
+        if settled == chunks.settled:
+            return
+        chunks.settled = settled
         if (piece := chunks.sizes.take(settled, request.num_prompt_tokens, is_followed=is_followed)) is None:
             return
         chunks.hashes = chunks.hashes or chain_of(request, request.num_prompt_tokens, chunks.every)
