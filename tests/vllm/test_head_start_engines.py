@@ -27,11 +27,9 @@ SECOND_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 def setup_of(name: str = "dense", block_size: int = 32, chunk: int = 64, **fields: Any) -> Setup:
     model = replace(MODELS[name], block_size=block_size)
     has_prefixes = model.mamba_mode == "align" or not model.has_state
-    given: dict[str, Any] = {"num_blocks": 16_384 // block_size, "prefix_caching": has_prefixes, **fields}
-    most = min(4096, block_size * (given["num_blocks"] - 1))
-    return Setup(
-        "prefill", max_model_len=most, max_num_batched_tokens=chunk, **({"model": model, "connector": EARLY} | given)
-    )
+    given: dict[str, Any] = {"model": model, "connector": EARLY, "num_blocks": 16_384 // block_size, **fields}
+    given = {"max_model_len": 2432, "max_num_batched_tokens": chunk, "prefix_caching": has_prefixes} | given
+    return Setup("prefill", **given)
 
 
 def start(server: Server, prefill: Setup, decode: Setup | None = None) -> Legs:
@@ -94,7 +92,7 @@ def test_every_byte_arrives(server: Server, name: str, is_async: bool, runner: d
     prompts = [legs.pair.prompt(length) for length in LENGTHS]
     for tokens in prompts:
         legs.generate(tokens, most=40)
-    legs.generate(*(tokens + legs.pair.prompt(900) for tokens in prompts))  # a part of each is cached
+    legs.generate(*(tokens + legs.pair.prompt(300) for tokens in prompts))  # a part of each is cached
     zeroes = MODELS[name].has_state and bool(runner)
     assert (count(legs.pair.decode, "pieces.complete") > 0) is not zeroes
     legs.settle()
@@ -150,7 +148,7 @@ def test_every_byte_arrives_inside_of_other_connectors(server: Server, kind: str
 
 
 def test_an_engine_with_drafts_in_all_groups_lends_no_pieces(server: Server) -> None:
-    setup = replace(setup_of(), model=DRAFTED["dense"], drafts=3)
+    setup = setup_of(model=DRAFTED["dense"], drafts=3)
     legs = start(server, setup)
     for length in LENGTHS:
         legs.generate(legs.pair.prompt(length), most=20)
@@ -160,7 +158,7 @@ def test_an_engine_with_drafts_in_all_groups_lends_no_pieces(server: Server) -> 
 
 @pytest.mark.parametrize("is_prefill", [False, True])
 def test_one_engine_without_a_head_start(server: Server, is_prefill: bool) -> None:
-    none, both = replace(setup_of(), connector=FOLLOWS), setup_of()
+    none, both = setup_of(connector=FOLLOWS), setup_of()
     legs = start(server, none if is_prefill else both, both if is_prefill else none)
     legs.generate(legs.pair.prompt(2000))
     assert not count(legs.pair.decode, "pieces.complete")
@@ -174,7 +172,7 @@ def test_one_engine_without_a_head_start(server: Server, is_prefill: bool) -> No
 @pytest.mark.parametrize("is_async", [False, True], ids=["in turn", "overlapping"])
 def test_a_prompt_is_preempted_again_and_again(server: Server, ranks: tuple[int, int], is_async: bool) -> None:
     """32 chunks. The pool holds one prompt, so that blocks of pieces are overwritten at once."""
-    prefill = setup_of(num_blocks=76, prefix_caching=False, tp=ranks[0], async_scheduling=is_async)
+    prefill = setup_of(num_blocks=77, prefix_caching=False, tp=ranks[0], async_scheduling=is_async)
     legs = start(server, prefill, setup_of(tp=ranks[1]))
     pair = legs.pair
     for num_pieces in (1, 2, 3, 1):
@@ -191,7 +189,7 @@ def test_a_prompt_is_preempted_again_and_again(server: Server, ranks: tuple[int,
 @pytest.mark.parametrize("is_planted", [False, True])
 def test_a_piece_that_outlives_a_preemption_is_caught(server: Server, is_planted: bool) -> None:
     """The decode engine gives the first piece blocks when its own were computed anew with other tokens in them."""
-    legs = start(server, setup_of(num_blocks=76, chunk=256, prefix_caching=False))
+    legs = start(server, setup_of(num_blocks=77, chunk=256, prefix_caching=False))
     pair, ticket, tokens = legs.pair, legs.ticket(), legs.pair.prompt(2100)
     if is_planted:
         pair.prefill.ask("plant", "asynckv.embed.ledgers", "PrefillLedger", "end_pieces")
@@ -261,7 +259,7 @@ def test_a_prefill_leg_leaves_in_mid_prompt(
     server: Server, ranks: tuple[int, int], is_async: bool, policy: Any
 ) -> None:
     """Its blocks are overwritten at once by the next prompt."""
-    prefill = setup_of(num_blocks=76, prefix_caching=False, tp=ranks[0], async_scheduling=is_async)
+    prefill = setup_of(num_blocks=77, prefix_caching=False, tp=ranks[0], async_scheduling=is_async)
     legs = start(server, prefill, setup_of(tp=ranks[1], policy=policy))
     pair = legs.pair
     for num_pieces in (1, 2, 3):
@@ -290,7 +288,7 @@ def test_a_decode_leg_leaves_in_mid_prompt(server: Server, ranks: tuple[int, int
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["in turn", "overlapping"])
 def test_clients_leave_at_every_step_on_either_side(server: Server, is_async: bool) -> None:
-    small: dict[str, Any] = {"num_blocks": 76, "chunk": 256, "async_scheduling": is_async}
+    small: dict[str, Any] = {"num_blocks": 77, "chunk": 256, "async_scheduling": is_async}
     legs = start(server, setup_of(**small), setup_of(**small, policy="recompute"))
     pair = legs.pair
     pair.prefill.ask("model_time", 0.0, 0.0)

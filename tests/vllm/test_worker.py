@@ -806,7 +806,12 @@ class Blocked:
         assert thread is not None
         assert thread._loop is not None
         self.go, begun = threading.Event(), threading.Event()
-        thread._loop.call_soon_threadsafe(lambda: (begun.set(), self.go.wait(WITHIN_S)))
+
+        def wait() -> None:
+            begun.set()
+            self.go.wait(WITHIN_S)
+
+        thread._loop.call_soon_threadsafe(wait)
         assert begun.wait(WITHIN_S)
 
     def __enter__(self) -> Blocked:
