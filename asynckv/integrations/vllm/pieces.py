@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ class Chunks:
     request: Any
     ticket: str
     every: int  # tokens per hash, the same for all pieces
-    hashes: Sequence[str] = ()
+    tokens: array[int] = field(default_factory=lambda: array("q"))  # those of its pieces
     blocks: Sequence[list[int]] = ()  # per group of vLLM; empty while it does not run
     cached: int = 0  # tokens that were there when it began to run
     settled: int = 0  # tokens that may be lent
@@ -119,8 +120,8 @@ class Pieces:
         chunks.settled = settled
         if (piece := chunks.sizes.take(settled, request.num_prompt_tokens, is_followed=is_followed)) is None:
             return
-        chunks.hashes = chunks.hashes or chain_of(request, request.num_prompt_tokens, chunks.every)
         begin, end = piece.start, piece.stop
+        chunks.tokens.extend(request.all_token_ids[len(chunks.tokens) : end])
         lists = [
             (begin, chunks.blocks[group.index][begin // group.block_size : end // group.block_size])
             if is_lent
@@ -132,7 +133,7 @@ class Pieces:
             chunks.ticket,
             lists,
             end,
-            hashes=chunks.hashes[: end // chunks.every],
+            hashes=chain_of(request, end, chunks.every, chunks.tokens[:end]),
             hash_tokens=chunks.every,
         )
         chunks.has_pieces = True
