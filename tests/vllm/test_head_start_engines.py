@@ -13,13 +13,14 @@ import pytest
 from tests.vllm.engines import Engine, Reply, Server, continued
 from tests.vllm.pairs import Pair, settle
 from tests.vllm.setups import Connector, Setup
-from tests.vllm.test_follow_engines import FOLLOWS, Legs, last, steps_on
+from tests.vllm.test_follow_engines import FOLLOWS, Legs, following, last, steps_on
 from tests.vllm.test_together import DRAFTED
 from tests.vllm.test_trouble import SLEEPS, judge
 from tests.vllm.zoo import MODELS
 
 WITHIN_S = 30.0
 EARLY = Connector(extra={**FOLLOWS.extra, "head_start_tokens": 512})
+EXPIRES = Connector(extra={**following(lease_s=3.0).extra, "head_start_tokens": 512})
 LENGTHS = (511, 600, 1500, 2100)
 SECOND_RUNNER = {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
@@ -189,7 +190,7 @@ def test_a_prompt_is_preempted_again_and_again(server: Server, ranks: tuple[int,
 @pytest.mark.parametrize("is_planted", [False, True])
 def test_a_piece_that_outlives_a_preemption_is_caught(server: Server, is_planted: bool) -> None:
     """The decode engine gives the first piece blocks when its own were computed anew with other tokens in them."""
-    legs = start(server, setup_of(num_blocks=77, chunk=256, prefix_caching=False))
+    legs = start(server, setup_of(num_blocks=77, chunk=256, prefix_caching=False), setup_of())
     pair, ticket, tokens = legs.pair, legs.ticket(), legs.pair.prompt(2100)
     if is_planted:
         pair.prefill.ask("plant", "asynckv.embed.ledgers", "PrefillLedger", "end_pieces")
@@ -274,7 +275,7 @@ def test_a_prefill_leg_leaves_in_mid_prompt(
 
 @RANKS
 def test_a_decode_leg_leaves_in_mid_prompt(server: Server, ranks: tuple[int, int]) -> None:
-    legs = start(server, setup_of(tp=ranks[0]), setup_of(tp=ranks[1]))
+    legs = start(server, setup_of(tp=ranks[0], connector=EXPIRES), setup_of(tp=ranks[1]))
     pair = legs.pair
     for num_pieces in (1, 2, 3):
         begin(legs, pair.prompt(2100), num_pieces=num_pieces)
@@ -288,8 +289,8 @@ def test_a_decode_leg_leaves_in_mid_prompt(server: Server, ranks: tuple[int, int
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["in turn", "overlapping"])
 def test_clients_leave_at_every_step_on_either_side(server: Server, is_async: bool) -> None:
-    small: dict[str, Any] = {"num_blocks": 77, "chunk": 256, "async_scheduling": is_async}
-    legs = start(server, setup_of(**small), setup_of(**small, policy="recompute"))
+    short: dict[str, Any] = {"connector": EXPIRES, "chunk": 256, "async_scheduling": is_async}
+    legs = start(server, setup_of(num_blocks=77, **short), setup_of(**short, policy="recompute"))
     pair = legs.pair
     pair.prefill.ask("model_time", 0.0, 0.0)
     for steps in range(12):

@@ -130,6 +130,10 @@ def runs_late(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config, "use_v2_model_runner", True))
 
 
+def copies_blocks(step: Any) -> bool:
+    return bool(getattr(step, "kv_cache_block_copies", None))
+
+
 def zeroes_blocks(kv_cache_config: Any) -> bool:
     return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", True))
 

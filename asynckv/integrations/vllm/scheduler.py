@@ -38,7 +38,7 @@ from asynckv.embed.orders import Order, Reclaim
 from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, NoOffer, PullError
 from asynckv.geometry.pairing import common_prefix
 from asynckv.integrations.vllm.chain import MAX_CHAIN, chain_of, hash_tokens_of
-from asynckv.integrations.vllm.compat import hears_of_workers, num_received, runs_late, zeroes_blocks
+from asynckv.integrations.vllm.compat import copies_blocks, hears_of_workers, num_received, runs_late, zeroes_blocks
 from asynckv.integrations.vllm.options import WORDS, Options
 from asynckv.integrations.vllm.pieces import Pieces
 from asynckv.integrations.vllm.shape import Blocks, Shape
@@ -392,7 +392,7 @@ class SchedulerHalf:
 
     def look(self, step: Any) -> None:
         """Order pieces of prompts that are computed, from what vLLM tells of a step."""
-        if self._runs_late and step.kv_cache_block_copies:
+        if self._runs_late and copies_blocks(step):
             self._pieces.stop()
         if self.loans is not None:
             self._pieces.step(step, self.loans)
