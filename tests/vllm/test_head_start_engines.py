@@ -328,8 +328,7 @@ def test_engines_sleep_in_mid_prompt(server: Server, mode: str) -> None:
     pair.prefill.ask("wake")
     pair.decode.finish(reply)
     judge("recompute", reply, tokens)
-    Legs(pair)
-    begin(legs, pair.prompt(2100))
+    begin(legs := Legs(pair), pair.prompt(2100))
     pair.decode.ask("sleep", "abort")
     pair.prefill.ask("go")
     pair.decode.ask("wake")
@@ -337,9 +336,9 @@ def test_engines_sleep_in_mid_prompt(server: Server, mode: str) -> None:
     legs.settle()
 
 
-def test_two_engines_with_room_for_two_prompts_each_read_from_each_other(server: Server) -> None:
+def test_two_engines_with_room_for_few_prompts_read_from_each_other(server: Server) -> None:
     """A head start leaves room for the prompt that its engine computes for the other one."""
-    legs = start(server, setup_of(num_blocks=2 * 66 + 1, chunk=128, max_model_len=2112))
+    legs = start(server, setup_of(num_blocks=4 * 66, chunk=128, max_model_len=2112))
     back = Legs(Pair(legs.pair.decode, legs.pair.prefill))
     back.pair.count = 1000
     for _ in range(4):
