@@ -339,6 +339,7 @@ def test_engines_sleep_in_mid_prompt(server: Server, mode: str) -> None:
 def test_two_engines_with_room_for_few_prompts_read_from_each_other(server: Server) -> None:
     """A head start leaves room for the prompt that its engine computes for the other one."""
     legs = start(server, setup_of(num_blocks=4 * 66, chunk=128, max_model_len=2112))
+    legs.pair.decode.ask("model_time", 0.0, 0.008)
     back = Legs(Pair(legs.pair.decode, legs.pair.prefill))
     back.pair.count = 1000
     for _ in range(4):
