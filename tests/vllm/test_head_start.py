@@ -560,6 +560,19 @@ def test_a_head_start_waits_for_requests_that_were_offered() -> None:
     assert not side.half._offered
 
 
+def test_completions_that_wait_for_another_one_keep_no_blocks_from_a_head_start() -> None:
+    pair, prompt = Early(), prompt_of(1000)
+    side, params = pair.decode, {"do_remote_prefill": True, "asynckv": pair.lent(shared := prompt_of(300))}
+    pair.ticket = next(tickets)
+    pair.add("a", prompt)
+    for name in "bc":
+        side.add(name, shared, json.loads(json.dumps(params)))
+    assert set(side.step().kinds()) == {Follow, Pull}
+    side.step(reports=pair.piece("a", prompt))
+    assert side.half._offered == {"c"}
+    assert side.step().kinds() == [StartEarly]
+
+
 def test_a_cached_part_is_not_asked_for() -> None:
     pair, prompt = Early(), prompt_of(1000)
     side = pair.decode

@@ -166,6 +166,17 @@ def test_one_engine_without_a_head_start(server: Server, is_prefill: bool) -> No
     legs.settle()
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["in turn", "overlapping"])
+def test_requests_of_one_prompt_are_computed_at_once(server: Server, is_async: bool) -> None:
+    """vLLM's prefix cache names blocks that a step under way still writes."""
+    legs = start(server, setup_of(chunk=600, async_scheduling=is_async), setup_of(prefix_caching=False))
+    for length in (*LENGTHS, 2300, 2200):
+        tokens = legs.pair.prompt(length)
+        legs.generate(tokens, tokens, tokens)
+    assert count(legs.pair.decode, "pieces.complete") > 0
+    legs.settle()
+
+
 # -- in mid-prompt --------------------------------------------------------------------------------------
 
 
@@ -173,7 +184,8 @@ def test_one_engine_without_a_head_start(server: Server, is_prefill: bool) -> No
 @pytest.mark.parametrize("is_async", [False, True], ids=["in turn", "overlapping"])
 def test_a_prompt_is_preempted_again_and_again(server: Server, ranks: tuple[int, int], is_async: bool) -> None:
     """32 chunks. The pool holds one prompt, so that blocks of pieces are overwritten at once."""
-    prefill = setup_of(num_blocks=77, prefix_caching=False, tp=ranks[0], async_scheduling=is_async)
+    given: dict[str, Any] = {"async_scheduling": is_async, "environment": SECOND_RUNNER if is_async else {}}
+    prefill = setup_of(num_blocks=77, prefix_caching=False, tp=ranks[0], **given)
     legs = start(server, prefill, setup_of(tp=ranks[1]))
     pair = legs.pair
     for num_pieces in (1, 2, 3, 1):

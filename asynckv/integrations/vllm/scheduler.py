@@ -103,7 +103,7 @@ class SchedulerHalf:
         self._following: dict[str, Queued] = {}  # those that follow a ticket, until vLLM asks for them after the offer
         self._block, self._can_follow = self.shape.largest_block, self._reads and hears_of_workers()
         self._early: dict[str, Queued] = {}  # those that have a head start, until their loan is offered
-        self._offered = set[str]()  # requests that were offered, and wait for blocks
+        self._offered = set[str]()  # requests that were offered, and have no blocks
         self._tickets: dict[str, str] = {}  # by id, the tickets that unfinished requests have taken
         self._followed: dict[str, None] = {}  # tickets whose followers wait for a piece, and that no request has taken
         self._runs_late = runs_late(vllm_config)
@@ -339,7 +339,8 @@ class SchedulerHalf:
 
     def _has_room(self, queued: Queued) -> bool:
         """Return True if a head start may have blocks: none before those that were offered, and half of all at most."""
-        if self._offered or self._pool is None:
+        offered = filter(None, map(self.pulls.get, self._offered))
+        if self._pool is None or any(fetch.state is State.QUEUED for fetch in offered):
             return False
         held = sum(self.shape.num_blocks(each.end) for each in self._early.values())
         return 2 * (held + self.shape.num_blocks(queued.end)) <= held + int(self._pool.get_num_free_blocks())
