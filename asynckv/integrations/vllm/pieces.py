@@ -48,17 +48,11 @@ class Chunks:
 
 
 class Pieces:
-    """Makes the orders for pieces.
-
-    Args:
-        shape: The groups that are transferred.
-        is_late: True if the workers may write blocks that became free before they can take pieces back.
-    """
+    """Makes the orders for pieces. With `is_late` workers may write freed blocks before they can take pieces back."""
 
     def __init__(self, shape: Shape, is_late: bool) -> None:
-        self._groups = shape.groups
-        self._is_lent = [not (group.is_state or group.is_window or group.is_draft) for group in shape.groups]
-        sizes = [group.block_size for group, is_lent in zip(shape.groups, self._is_lent, strict=True) if is_lent]
+        self._groups = [(each, not (each.is_state or each.is_window or each.is_draft)) for each in shape.groups]
+        sizes = [group.block_size for group, is_lent in self._groups if is_lent]
         self._unit = math.lcm(*sizes) if sizes else 0
         self._of: dict[str, Chunks] = {}
         self._is_late = is_late
@@ -112,28 +106,17 @@ class Pieces:
 
     def _lend(self, chunks: Chunks, loans: PrefillLedger) -> None:
         request, settled, is_followed = chunks.request, num_received(chunks.request), chunks.ticket in loans.followed
-        if settled <= chunks.cached:
+        whole = settled - settled % math.lcm(self._unit, chunks.every)  # a piece ends with a hash
+        if settled <= chunks.cached or whole == chunks.settled:
             return
-        settled -= settled % math.lcm(self._unit, chunks.every)  # so that a piece ends with a hash
-        if settled == chunks.settled:
+        chunks.settled = whole
+        if (piece := chunks.sizes.take(whole, request.num_prompt_tokens, is_followed=is_followed)) is None:
             return
-        chunks.settled = settled
-        if (piece := chunks.sizes.take(settled, request.num_prompt_tokens, is_followed=is_followed)) is None:
-            return
-        begin, end = piece.start, piece.stop
+        begin, end, every, lists = piece.start, piece.stop, chunks.every, []
+        for group, is_lent in self._groups:
+            of_piece = slice(begin // group.block_size, end // group.block_size)
+            lists.append((begin, chunks.blocks[group.index][of_piece]) if is_lent else (end, []))
         chunks.tokens.extend(request.all_token_ids[len(chunks.tokens) : end])
-        lists = [
-            (begin, chunks.blocks[group.index][begin // group.block_size : end // group.block_size])
-            if is_lent
-            else (end, [])
-            for group, is_lent in zip(self._groups, self._is_lent, strict=True)
-        ]
-        loans.lend_piece(
-            request.request_id,
-            chunks.ticket,
-            lists,
-            end,
-            hashes=chain_of(request, end, chunks.every, chunks.tokens[:end]),
-            hash_tokens=chunks.every,
-        )
+        hashes = chain_of(request, end, every, chunks.tokens[:end])
+        loans.lend_piece(request.request_id, chunks.ticket, lists, end, hashes=hashes, hash_tokens=every)
         chunks.has_pieces = True
