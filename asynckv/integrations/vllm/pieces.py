@@ -110,13 +110,14 @@ class Pieces:
         if settled <= chunks.cached or whole == chunks.settled:
             return
         chunks.settled = whole
+        if is_followed or chunks.has_pieces:  # a part in each step, because this takes long
+            chunks.tokens.extend(request.all_token_ids[len(chunks.tokens) : whole])
         if (piece := chunks.sizes.take(whole, request.num_prompt_tokens, is_followed=is_followed)) is None:
             return
         begin, end, every, lists = piece.start, piece.stop, chunks.every, []
         for group, is_lent in self._groups:
             of_piece = slice(begin // group.block_size, end // group.block_size)
             lists.append((begin, chunks.blocks[group.index][of_piece]) if is_lent else (end, []))
-        chunks.tokens.extend(request.all_token_ids[len(chunks.tokens) : end])
         hashes = chain_of(request, end, every, chunks.tokens[:end])
         loans.lend_piece(request.request_id, chunks.ticket, lists, end, hashes=hashes, hash_tokens=every)
         chunks.has_pieces = True
