@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import random
@@ -339,6 +340,16 @@ class Process:
     def forget_prefixes(self, everywhere: bool = False) -> bool:
         """Empty the prefix cache, and what the connector keeps, if it is asked for."""
         return bool(self.core.reset_prefix_cache(reset_connector=everywhere))
+
+    def preempt(self, request_id: str) -> None:
+        """Take a running request's blocks between two steps, as vLLM does when they run out."""
+        scheduler = self.core.scheduler
+        scheduler.running.remove(request := scheduler.requests[request_id])
+        scheduler._preempt_request(request, time.monotonic())
+
+    def plant(self, module: str, kind: str, name: str) -> None:
+        """Plant a bug: have a method do nothing."""
+        setattr(getattr(importlib.import_module(module), kind), name, lambda *args, **fields: None)
 
     def clock(self) -> float:
         return time.monotonic()

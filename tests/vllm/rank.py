@@ -188,9 +188,12 @@ class Rank(WorkerBase):
             self.hook_s.append(time.perf_counter() - began)
 
     def _execute(self, scheduler_output: Any) -> ModelRunnerOutput | None:
+        if is_late := self.vllm_config.use_v2_model_runner:
+            self._follow(scheduler_output)
         if has_kv_transfer_group():
             get_kv_transfer_group().handle_preemptions(scheduler_output.kv_connector_metadata)
-        self._follow(scheduler_output)
+        if not is_late:
+            self._follow(scheduler_output)
         if not scheduler_output.total_num_scheduled_tokens:
             if not has_kv_transfer_group():
                 return EMPTY_MODEL_RUNNER_OUTPUT

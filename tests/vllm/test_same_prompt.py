@@ -17,8 +17,9 @@ from vllm.v1.request import Request
 
 from asynckv.core.types import decode_params
 from asynckv.embed.orders import Announce, Cancel, Lend, Pull
+from asynckv.integrations.vllm.chain import MAX_CHAIN, chain_of, hash_tokens_of
 from asynckv.integrations.vllm.connector import AsyncKVConnector
-from asynckv.integrations.vllm.scheduler import CAUSES, MAX_CHAIN, chain_of, hash_tokens_of
+from asynckv.integrations.vllm.scheduler import CAUSES
 from tests.vllm.schedulers import DENSE, HYBRID, STATES, WINDOW, Group, Side
 from tests.vllm.test_scheduler import FORGETFUL, SHAPES, brought, is_clean, prompt_of
 

@@ -20,8 +20,8 @@ from vllm.v1.request import RequestStatus
 from asynckv.embed.orders import Announce, Cancel, Failed, Follow, Lend, Offer, Order, Pull, WithdrawTicket
 from asynckv.errors import NoOffer
 from asynckv.hashes import token_hashes
+from asynckv.integrations.vllm.chain import HASH_TOKENS
 from asynckv.integrations.vllm.handover import FollowReports
-from asynckv.integrations.vllm.scheduler import HASH_TOKENS
 from asynckv.scheduler import PrefillRanks
 from tests.vllm.schedulers import DENSE, HYBRID, MIXED, STATES, WINDOW, Group, Side
 

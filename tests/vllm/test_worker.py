@@ -22,6 +22,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from asynckv import PrefillRanks
 from asynckv.edges.survivor.process import ServingPlane
 from asynckv.embed import Announce, Cancel, Failed, Finished, Follow, Lend, Offer, Pull, WithdrawTicket
+from asynckv.embed.orders import EndPieces, LendPiece, StartEarly
 from asynckv.errors import (
     BlocksRetired,
     ConfigError,
@@ -56,6 +57,7 @@ class Worker:
         self.failed: list[str] = []
         self.offered: list[Offer] = []
         self.not_offered: list[Failed] = []
+        self.followed: list[str] = []
 
     def step(self, *orders: Any) -> None:
         """As vLLM does it: orders, then results."""
@@ -71,6 +73,7 @@ class Worker:
         if (reports := self.half.take_reports()) is not None:
             self.offered += reports.offered
             self.not_offered += reports.not_offered
+            self.followed += reports.followed
 
     def until(self, is_so: Callable[[], bool]) -> None:
         """Make empty steps until something is so, and a few more: nothing may be told twice."""
@@ -474,7 +477,9 @@ def test_of_replicas_the_first_alone_has_an_engine(tmp_path: Path, tp: int, pcp:
             places.append((address.endpoint["tp_rank"], layout.tp_size, str(layout.shard(0))))
         else:
             follow, gone = Follow("c", {"ticket": TICKET}), WithdrawTicket(TICKET)
-            half.start_load(StepOrders([Lend({"request_id": "a"}, ticket=TICKET), Cancel("b", {}), follow, gone]))
+            pieces = [LendPiece({}, TICKET), EndPieces(TICKET)]
+            lend = Lend({"request_id": "a"}, ticket=TICKET)
+            half.start_load(StepOrders([lend, Cancel("b", {}), follow, gone, *pieces]))
             assert half.take_results().finished_sending == {"a"}
             assert half.take_reports() is None  # another worker tells
             assert not half.take_results().finished_sending
@@ -694,7 +699,8 @@ def test_with_a_drafter_on_a_gpu_orders_leave_behind_its_work_and_in_turn(
 def test_reports_and_orders_of_tickets_cross_processes_and_show_none() -> None:
     error = NoOffer("no", request_id="d", reason="withdrawn", failed_in="follow")
     told = FollowReports([Offer("d", {"key": [1]})], [Failed("e", error)])
-    both = pickle.loads(pickle.dumps(told.aggregate(FollowReports([Offer("f", {})], []))))
+    both = pickle.loads(pickle.dumps(told.aggregate(FollowReports([Offer("f", {})], [], [TICKET]))))
+    assert both.followed == [TICKET]
     assert [offer.request_id for offer in both.offered] == ["d", "f"]
     assert (both.not_offered[0].error.reason, both.not_offered[0].is_unbegun) == ("withdrawn", False)
     step = StepOrders([Follow("d", {"ticket": TICKET}), Lend({}, ticket=TICKET), WithdrawTicket(TICKET)])
@@ -720,3 +726,162 @@ def test_sleep_waits_for_reads_promises_and_the_memory(half: WorkerHalf) -> None
     half.unregister_kv_caches()
     half._thread = None
     assert asked == [("suspend 2", 2 + half._config.lease.grant_s + 30)]
+
+
+# -- pieces -------------------------------------------------------------------------------------------------
+
+
+def piece_params(worker: Worker, name: str, blocks: list[int], num_tokens: int) -> dict[str, Any]:
+    address = worker.half.address()
+    assert address is not None
+    group = PrefillRanks("prefill", [address.endpoint], memory_epoch=address.memory_epoch, null_block=0)
+    return group.make_params(name, [(0, blocks)], num_tokens, written=True, recall=True)
+
+
+def num_pieces(worker: Worker) -> int:
+    thread = worker.half._thread
+    assert thread is not None
+    return len(thread.engine._driver.core.prefill.offers.pieces)
+
+
+def test_a_follower_reads_pieces_and_then_the_rest(make: Make) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    for tensor in prefill.tensors.values():
+        tensor.copy_(torch.randn(tensor.shape))
+    decode.step(Follow("d", followed(prefill), takes_pieces=True))
+    prefill.until(lambda: bool(prefill.followed))
+    assert set(prefill.followed) == {TICKET}
+    prefill.step(LendPiece(piece_params(prefill, "p/32", [3, 4], 32), TICKET))
+    decode.until(lambda: bool(decode.offered))
+    (piece,) = decode.offered
+    assert piece.is_piece
+    blocks = [(0, [11, 12, 13, 14])]
+    decode.step(StartEarly(request_id="d", groups=blocks, params=piece.params, num_tokens=64))
+    assert list(decode.half._pulling) == ["d"]
+    decode.until(lambda: counters(decode).get("pieces.complete") == 1)
+    prefill.step(Lend(group_params(prefill, "p", [3, 4, 5, 6]), ticket=TICKET))
+    decode.until(lambda: len(decode.offered) == 2)
+    offer = decode.offered[1]
+    decode.step(Pull(request_id="d", groups=blocks, params=offer.params, num_tokens=64, goes_on=True))
+    decode.until(lambda: decode.received == ["d"])
+    assert not decode.failed
+    prefill.until(lambda: prefill.sent == ["p"])
+    for name, tensor in decode.tensors.items():
+        assert torch.equal(tensor[[11, 12, 13, 14]], prefill.tensors[name][[3, 4, 5, 6]])
+    assert num_pieces(prefill) == 0
+    decode.look()
+    assert decode.received == ["d"]
+
+
+@pytest.mark.parametrize("how", ["cancel", "withdrawn", "bad blocks"])
+def test_a_head_start_that_ends_early_is_told_once_as_failed(make: Make, how: str) -> None:
+    prefill, decode = make("prefill").worker, make("decode").worker
+    decode.step(Follow("d", followed(prefill), takes_pieces=True))
+    prefill.step(LendPiece(piece_params(prefill, "p/32", [3, 4], 32), TICKET))
+    decode.until(lambda: bool(decode.offered))
+    blocks = [(0, [NUM_BLOCKS + 3, 12] if how == "bad blocks" else [11, 12, 13])]
+    decode.step(StartEarly(request_id="d", groups=blocks, params=decode.offered[0].params, num_tokens=48))
+    if how == "cancel":
+        decode.step(Cancel("d"))
+    elif how == "withdrawn":
+        decode.until(lambda: counters(decode).get("pieces.complete") == 1)
+        prefill.step(EndPieces(TICKET), WithdrawTicket(TICKET))
+        decode.until(lambda: bool(decode.not_offered))
+        decode.step(Cancel("d"))  # as the scheduler's half does
+    decode.until(lambda: decode.received == ["d"])
+    assert decode.failed == ["d"]
+    params = group_params(prefill, "p", [3, 4, 5])
+    decode.step(
+        Pull(request_id="d", groups=blocks, params=params, goes_on=True)
+    )  # of a scheduler that knows nothing yet
+    decode.look()
+    assert (decode.received, decode.half._pulling) == (["d"], {})
+
+
+class Blocked:
+    """Keeps the engine's loop from turning."""
+
+    def __init__(self, worker: Worker) -> None:
+        thread = worker.half._thread
+        assert thread is not None
+        assert thread._loop is not None
+        self.go, begun = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            begun.set()
+            self.go.wait(WITHIN_S)
+
+        thread._loop.call_soon_threadsafe(wait)
+        assert begun.wait(WITHIN_S)
+
+    def __enter__(self) -> Blocked:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.go.set()
+
+
+class Passed(threading.Event):
+    """An event of a device, which a test sets."""
+
+    def synchronize(self) -> None:
+        assert self.wait(WITHIN_S)
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+@pytest.mark.parametrize("has_line", [False, True])
+def test_a_step_begins_once_pieces_are_taken_back(
+    make: Make, is_planted: bool, has_line: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the wait the forward pass writes blocks of which a read may still be proven."""
+    passed = Passed()
+    passed.set()
+    monkeypatch.setattr("asynckv.integrations.vllm.worker.stream_event", lambda: passed)
+    monkeypatch.setattr("asynckv.integrations.vllm.worker.RECALL_S", 0.05)
+    if is_planted:
+        monkeypatch.setattr(WorkerHalf, "_await_end_of_pieces", lambda self, thread: None)
+    prefill = make("prefill").worker
+    with ThreadPoolExecutor(1) as line, ThreadPoolExecutor(1) as runner:
+        prefill.half._line = line if has_line else None
+        prefill.step(LendPiece(piece_params(prefill, "p/32", [3, 4], 32), TICKET))
+        prefill.until(lambda: num_pieces(prefill) == 1)
+        with Blocked(prefill):
+            begun = runner.submit(prefill.half.start_load, StepOrders([EndPieces(TICKET), WithdrawTicket(TICKET)]))
+            while not (is_planted or "taken back" in caplog.text):
+                assert not begun.done()
+            if is_planted:
+                begun.result(WITHIN_S)
+                assert num_pieces(prefill) == 1  # caught
+        begun.result(WITHIN_S)
+        assert is_planted or num_pieces(prefill) == 0
+        prefill.half.shutdown()
+
+
+def test_a_step_that_waits_too_long_for_pieces_ends_the_worker(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = Options.parse({"lease": {"grant_s": 0.5}})
+    monkeypatch.setattr("asynckv.integrations.vllm.worker.RECALL_S", 0.05)
+    prefill = make("prefill", options=options).worker
+    prefill.step(LendPiece(piece_params(prefill, "p/32", [3, 4], 32), TICKET))
+    with Blocked(prefill), pytest.raises(TimeoutError, match="recall"):
+        prefill.half.start_load(StepOrders([EndPieces(TICKET)]))
+
+
+@pytest.mark.parametrize("is_planted", [False, True])
+def test_pieces_are_taken_back_in_turn_although_a_drafter_runs(
+    make: Make, is_planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If only their ends overtake the drafter, a piece is lent behind its end."""
+    prefill, passed = make("prefill").worker, Passed()
+    monkeypatch.setattr("asynckv.integrations.vllm.worker.stream_event", lambda: passed)
+    if is_planted:
+        monkeypatch.setattr("asynckv.integrations.vllm.worker.OF_PIECES", (EndPieces,))
+    with ThreadPoolExecutor(1) as line:
+        prefill.half._line = line
+        prefill.step(LendPiece(piece_params(prefill, "p/32", [3, 4], 32), TICKET))
+        prefill.step(EndPieces(TICKET))
+        passed.set()
+        line.submit(lambda: None).result(WITHIN_S)
+        assert prefill.half._thread is not None
+        prefill.half._thread.recall([], WITHIN_S)
+        assert num_pieces(prefill) == is_planted  # caught
+        prefill.half.shutdown()

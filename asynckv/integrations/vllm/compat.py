@@ -125,6 +125,25 @@ def hears_of_workers() -> bool:
     return hasattr(__getattr__("KVConnectorBase_V1"), "build_connector_worker_meta")
 
 
+def runs_late(vllm_config: Any) -> bool:
+    """Return True for vLLM's second runner, which zeroes and copies blocks before it calls `handle_preemptions`."""
+    return bool(getattr(vllm_config, "use_v2_model_runner", True))
+
+
+def copies_blocks(step: Any) -> bool:
+    return bool(getattr(step, "kv_cache_block_copies", None))
+
+
+def zeroes_blocks(kv_cache_config: Any) -> bool:
+    return bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", True))
+
+
+def holds_drafts(vllm_config: Any, kv_cache_config: Any, index: int) -> bool:
+    """Return True unless a group is known to hold nothing of a drafter: vLLM marks groups only for some drafters."""
+    marks = [getattr(group, "is_eagle_group", False) for group in kv_cache_config.kv_cache_groups]
+    return vllm_config.speculative_config is not None and (marks[index] or not any(marks))
+
+
 def is_known(spec: Any) -> bool:
     """Return True if a layer's cache is exactly of a known kind; a subclass may lay out its bytes differently."""
     return type(spec) in map(__getattr__, f"{SPECS} {RARE_SPECS}".split())

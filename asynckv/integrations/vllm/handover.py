@@ -36,10 +36,14 @@ class WorkerAddress(KVConnectorHandshakeMetadata):
 
 @dataclass
 class FollowReports(KVConnectorWorkerMetadata):
-    """Offers to a worker that follows tickets, and the follows that ended without. vLLM joins those of all workers."""
+    """Offers to a worker that follows tickets, the follows that ended without, and tickets whose followers wait for a
+    piece. vLLM joins those of all workers.
+    """
 
     offered: list[Offer]
     not_offered: list[Failed]
+    followed: list[str] = field(default_factory=list)
 
     def aggregate(self, other: Any) -> FollowReports:
-        return FollowReports(self.offered + other.offered, self.not_offered + other.not_offered)
+        joined = (getattr(self, name) + getattr(other, name) for name in ("offered", "not_offered", "followed"))
+        return FollowReports(*joined)

@@ -15,6 +15,7 @@ from typing import Any, get_args, get_type_hints
 from asynckv.arguments import MAX_NAME, did_you_mean, flag, integer, seconds, shown, text
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.errors import ConfigError
+from asynckv.geometry.bounds import MAX_TOKENS
 
 TESTED_VERSIONS = ("0.33.0", "0.32.0")  # vLLM changes its connector interface without notice
 WHERE = "kv_connector_extra_config"
@@ -69,6 +70,8 @@ class Options(EngineConfig):
         metrics: Show each worker's engine to Prometheus; see `MetricsOptions`.
         turn_lease_s: Seconds that blocks wait for the next turn, if their request generated more than one token and is
             lent at its end.
+        head_start_tokens: Tokens of the shortest prompt that may have a head start: finished chunks travel while its
+            prefill engine computes the others. 0 for none.
         allow_unhashed: Read KV of params without hashes of their prompt, as engines other than vLLM may make them. Any
             client can then have any lent KV loaded for any prompt of the same length.
     """
@@ -79,9 +82,11 @@ class Options(EngineConfig):
     metrics: MetricsOptions | None = None
     turn_lease_s: float = 480.0
     allow_unhashed: bool = False
+    head_start_tokens: int = 32_768
 
     def __post_init__(self) -> None:
         flag("allow_unhashed", self.allow_unhashed, ConfigError)
+        integer("head_start_tokens", self.head_start_tokens, 0, MAX_TOKENS, ConfigError)
         object.__setattr__(self, "turn_lease_s", seconds("turn_lease_s", self.turn_lease_s, ConfigError))
         if not 2 <= self.turn_lease_s <= self.lease.max_lease_s:
             raise ConfigError(
@@ -89,6 +94,9 @@ class Options(EngineConfig):
                 f"seconds; lower it, or raise lease.max_lease_s"
             )
         EngineConfig.__post_init__(self)
+
+    def has_head_start(self, num_tokens: int) -> bool:
+        return 0 < self.head_start_tokens <= num_tokens
 
     @classmethod
     def parse(cls, given: object) -> Options:

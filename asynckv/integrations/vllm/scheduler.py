@@ -23,24 +23,24 @@ Orders go out with the next step. vLLM always makes one after a request is queue
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from asynckv.arguments import MAX_INTEGER, shown
+from asynckv.core.limits import remember
 from asynckv.core.types import KVTransferParams, Reason, check_ticket, of_vllm
-from asynckv.edges.torch import as_bytes
 from asynckv.embed.ledgers import DecodeLedger, PrefillLedger, State
 from asynckv.embed.orders import Order, Reclaim
 from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, NoOffer, PullError
 from asynckv.geometry.pairing import common_prefix
-from asynckv.hashes import token_hashes
-from asynckv.integrations.vllm.compat import hears_of_workers, identity, num_received
+from asynckv.integrations.vllm.chain import MAX_CHAIN, chain_of, hash_tokens_of
+from asynckv.integrations.vllm.compat import copies_blocks, hears_of_workers, num_received, runs_late, zeroes_blocks
 from asynckv.integrations.vllm.options import WORDS, Options
+from asynckv.integrations.vllm.pieces import Pieces
 from asynckv.integrations.vllm.shape import Blocks, Shape
 from asynckv.observe.tracing import trace_context
 from asynckv.scheduler import PrefillRanks
@@ -56,15 +56,16 @@ GIVES_BACK = "give_back"  # set by `asynckv proxy`, beside the params of a reque
 NOT_FOR_NIXL = {"remote_engine_id": "asynckv", "remote_host": "asynckv.invalid", "remote_port": None}
 """Fields that `NixlConnector` reads. It waits for ever if one is missing, but fails at once to connect to no host."""
 
-HASH_TOKENS, MAX_CHAIN = 256, 256  # tokens per hash double for long prompts, so params have 9 kB at most
 RECLAIM_S = 1.0  # seconds between two orders to make room
+MAX_FOLLOWED = 1024  # tickets that are followed before their requests have come
 REPORT_S = 2.0  # for a worker to report that `pull.follow_s` is over, with the cause
 CAUSES: Mapping[str, str] = WORDS["computed_locally"]
 """Causes for which a prompt or its end is computed instead of a transfer. Each is logged once, and always counted."""
 
 UNOFFERED = NoOffer("no worker has reported it within pull.follow_s", reason=Reason.NO_OFFER, failed_in="follow")
 FAILED = PullError("a worker could not load it; its log gives the reason")
-FOLLOWING = State.FOLLOWING
+FOLLOWING, EARLY = State.FOLLOWING, State.EARLY
+WAIT_FOR_BLOCKS = (FOLLOWING, State.QUEUED, State.WAITING, State.REFUSED)
 FINISHED_WELL = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 logger = logging.getLogger("vllm.asynckv")  # vLLM shows the lines of loggers below its own
 
@@ -78,6 +79,7 @@ class Queued:
     first: int = 0
     end: int = 0  # 0 if nothing is to be read; while it follows a ticket: the most
     fetch: Any = None  # of a request that follows a ticket
+    hashes: Sequence[str] = ()  # of its prompt, if it was offered a piece of it
 
 
 class SchedulerHalf:
@@ -100,7 +102,12 @@ class SchedulerHalf:
         self._queued: dict[str, Queued] = {}  # by id, the oldest first
         self._following: dict[str, Queued] = {}  # those that follow a ticket, until vLLM asks for them after the offer
         self._block, self._can_follow = self.shape.largest_block, self._reads and hears_of_workers()
+        self._early: dict[str, Queued] = {}  # those that have a head start, until their loan is offered
+        self._offered = set[str]()  # requests that were offered, and have no blocks
         self._tickets: dict[str, str] = {}  # by id, the tickets that unfinished requests have taken
+        self._followed: dict[str, None] = {}  # tickets whose followers wait for a piece, and that no request has taken
+        self._runs_late = runs_late(vllm_config)
+        self._pieces = Pieces(self.shape, self._runs_late and zeroes_blocks(kv_cache_config))
         self._reclaimed_at = -math.inf
         self._reclaims: list[Order] = []
 
@@ -165,6 +172,10 @@ class SchedulerHalf:
         try:
             if self.loans.take_ticket(check_ticket(ticket)):
                 self._tickets[request.request_id] = ticket
+                if self.options.has_head_start(request.num_prompt_tokens):
+                    self._pieces.add(request, ticket)
+                    if ticket in self._followed:
+                        self.loans.followed.add(ticket)
         except LocalProtocolError as exc:
             self._computes(request, "malformed", str(exc))
 
@@ -197,7 +208,8 @@ class SchedulerHalf:
         trace = trace_context(_headers(request))
         try:
             if params is None:
-                fetch = self.pulls.follow(name, follow or {}, trace=trace)
+                early = self.options.has_head_start(request.num_prompt_tokens)
+                fetch = self.pulls.follow(name, follow or {}, trace=trace, takes_pieces=early)
             else:
                 fetch = self.pulls.announce(name, params, trace=trace)
         except AsyncKVError as exc:
@@ -218,17 +230,22 @@ class SchedulerHalf:
 
     def _compare(self, request: Any, params: KVTransferParams) -> bool:
         """Decide which tokens of this prompt are read; return False, and spare the request, if none are."""
+        if not (end := self._covered(request, params)):
+            self.spare(request)
+            return False
+        self._queued[request.request_id].end = end
+        self._offered.add(request.request_id)
+        return True
+
+    def _covered(self, request: Any, params: KVTransferParams) -> int:
+        """Return how many tokens of this prompt are read, and count the cause if not all are."""
         try:
             (cause, end), why = self._readable(request, params), ""
         except AsyncKVError as exc:
             cause, end, why = "malformed", 0, str(exc)
         if cause:
             self._computes(request, cause, why)
-        if not end:
-            self.spare(request)
-            return False
-        self._queued[request.request_id].end = end
-        return True
+        return end
 
     def _computes(self, request: Any, cause: str, why: str = "") -> bool:
         """Count a prompt that is computed instead of a transfer, and log the first of each cause; returns False."""
@@ -293,7 +310,8 @@ class SchedulerHalf:
         queued = self._following.get(name)
         # vLLM asks for each request in every step, and many may follow. A prompt that is cached up to a block begins.
         if queued is not None and queued.fetch.state is FOLLOWING and not 0 < num_cached >= queued.end - self._block:
-            return None, False
+            queued.first = num_cached
+            return (queued.end - num_cached, True) if queued.hashes and self._has_room(queued) else (None, False)
         fetch, queued = self.pulls.get(name), queued or self._queued.get(name)
         if fetch is None or queued is None:
             self.spare(request)  # with blocks of its own, it is not read any more
@@ -319,24 +337,41 @@ class SchedulerHalf:
             more = 0
         return (more, True) if more > 0 else (0, False)
 
+    def _has_room(self, queued: Queued) -> bool:
+        """Return True if a head start may have blocks: none before those that were offered, and half of all at most."""
+        offered = filter(None, map(self.pulls.get, self._offered))
+        if self._pool is None or any(fetch.state is State.QUEUED for fetch in offered):
+            return False
+        held = sum(self.shape.num_blocks(each.end) for each in self._early.values())
+        return 2 * (held + self.shape.num_blocks(queued.end)) <= held + int(self._pool.get_num_free_blocks())
+
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """Order the pull of a request that has its blocks (`update_state_after_alloc`); called with 0 after a load."""
-        queued, fetch = self._queued.pop(request.request_id, None), self.pulls.get(request.request_id)
-        if queued is None or fetch is None or fetch.state not in (State.QUEUED, State.WAITING, State.REFUSED):
+        name, fetch = request.request_id, self.pulls.get(request.request_id)
+        queued = self._queued.pop(name, None) or self._following.pop(name, None)
+        self._offered.discard(name)
+        if queued is None or fetch is None or fetch.state not in WAIT_FOR_BLOCKS:
             return
         if num_external > 0 and fetch.errors:
             if fetch.params is None:
                 self.tally.failed(UNOFFERED)
-            self._failing.append(request.request_id)
+            self._failing.append(name)
             self.spare(request)
-        elif num_external > 0 and fetch.state is State.QUEUED:
-            end = queued.first + num_external
-            lists = self.shape.missing(blocks, queued.first, end)
-            priority = max(-MAX_INTEGER, min(request.priority, MAX_INTEGER))
-            self.pulls.pull(request.request_id, lists, num_tokens=end, priority=priority)
+        elif num_external > 0 and fetch.state in (FOLLOWING, State.QUEUED):
+            queued.end = queued.first + num_external
+            lists = self.shape.missing(blocks, queued.first, queued.end)
+            if fetch.state is FOLLOWING:
+                queued.since, self._early[name] = monotonic(), queued
+                self.pulls.start_early(name, lists, num_tokens=queued.end, hashes=queued.hashes)
+            else:
+                self._pull(queued, lists)
         else:
             self.spare(request)
         _reads_no_more(request)
+
+    def _pull(self, queued: Queued, lists: Any) -> None:
+        request, priority = queued.request, max(-MAX_INTEGER, min(queued.request.priority, MAX_INTEGER))
+        self.pulls.pull(request.request_id, lists, num_tokens=queued.end, priority=priority)
 
     def spare(self, request: Any) -> None:
         """Release what is lent, or will be offered, to a request that needs none of it. The request may be unknown."""
@@ -356,16 +391,23 @@ class SchedulerHalf:
             or (self.loans is not None and self.loans.has_orders)
         )
 
+    def look(self, step: Any) -> None:
+        """Order pieces of prompts that are computed, from what vLLM tells of a step."""
+        if self._runs_late and copies_blocks(step):
+            self._pieces.stop()
+        if self.loans is not None:
+            self._pieces.step(step, self.loans)
+
     def take_orders(self) -> Sequence[Order]:
         while self._erred:
             self.pulls.cancel(self._erred.pop())
         if self._queued:
             self._reclaim(monotonic())
-        if self._following:
-            self._end_follows(monotonic())
+        for waiting in filter(None, (self._following, self._early)):
+            self._end_follows(waiting, monotonic())
         reclaims, self._reclaims = self._reclaims, []
         lends = () if self.loans is None else self.loans.take_orders()
-        return [*self.pulls.take_orders(), *lends, *reclaims]
+        return [*lends, *self.pulls.take_orders(), *reclaims]  # pieces end before a pull may fill their blocks
 
     def take_failing(self) -> Sequence[str]:
         """Return the loads that workers must report as failed, without an order."""
@@ -385,15 +427,15 @@ class SchedulerHalf:
             self._reclaimed_at = now
             self._reclaims.append(Reclaim(lacking))
 
-    def _end_follows(self, now: float) -> None:
+    def _end_follows(self, waiting: dict[str, Queued], now: float) -> None:
         """Refuse requests that no worker has reported in time, because a sleep or a lost rank may take the report."""
         limit_s = self.options.pull.follow_s + REPORT_S
-        while now - (oldest := next(iter(self._following.values()))).since >= limit_s:
+        while now - (oldest := next(iter(waiting.values()))).since >= limit_s:
             name = oldest.request.request_id
             if oldest.fetch.params is None and not oldest.fetch.errors:
                 logger.warning("asynckv: request %s follows a ticket: %s", shown(name), UNOFFERED)
                 self.pulls.refuse(name, UNOFFERED)
-            oldest.since, self._following[name] = now, self._following.pop(name)
+            oldest.since, waiting[name] = now, waiting.pop(name)
 
     def reported(self, reports: FollowReports) -> None:
         """Note what workers were offered, and the ends of what they follow; the first report of each decides."""
@@ -401,6 +443,35 @@ class SchedulerHalf:
             self.pulls.not_offered(0, failed)
         for offer in reports.offered:
             self.pulls.offered(0, offer)
+            if offer.is_piece and (queued := self._following.get(offer.request_id)) is not None:
+                queued.hashes = self._hashes(queued)
+        if reports.offered:
+            self._offered.update(name for name, each in self._following.items() if each.fetch.params is not None)
+        for name, queued in list(self._early.items()):
+            if queued.fetch.state is not EARLY:
+                del self._early[name]  # it was refused, and fails as a load
+            elif queued.fetch.params is not None:
+                del self._early[name]
+                if self._covered(queued.request, queued.fetch.params) >= queued.end:
+                    self._pull(queued, queued.fetch.groups)
+                else:
+                    self.pulls.cancel(name)  # a worker reports the failed load
+        for ticket in reports.followed:
+            if self.loans is not None and ticket in self._tickets.values():
+                self.loans.followed.add(ticket)
+            else:
+                remember(self._followed, ticket, None, MAX_FOLLOWED)
+
+    def _hashes(self, queued: Queued) -> Sequence[str]:
+        """Return the chain of a prompt if a piece of it was offered; empty if the piece is of another prompt."""
+        piece, request = queued.fetch.piece, queued.request
+        if piece is None or not 0 < request.num_prompt_tokens <= piece.hash_tokens * MAX_CHAIN:
+            return ()
+        try:
+            own, end = chain_of(request, request.num_prompt_tokens, piece.hash_tokens), piece.num_tokens
+        except AsyncKVError:
+            return ()  # the loan will be compared too, and the cause counted
+        return own if common_prefix(own, piece.hashes, piece.hash_tokens, end) >= end else ()
 
     def loaded(
         self, received: Iterable[str] | None, sent: Iterable[str] | None, failed: Collection[str] | None = None
@@ -408,6 +479,7 @@ class SchedulerHalf:
         """Note the pulls and loans that all workers have ended (`update_connector_output`), and the failed pulls."""
         for request_id in received or ():
             self._erred.discard(request_id)
+            self._early.pop(request_id, None)
             self.pulls.ended(request_id, FAILED if request_id in (failed or ()) else None)
         self.pulls.take_outcome()  # vLLM's own scheduler acts on what the workers reported
         if self.loans is not None:
@@ -422,12 +494,14 @@ class SchedulerHalf:
         name = request.request_id
         self._queued.pop(name, None)
         self._following.pop(name, None)
+        self._early.pop(name, None)
+        self._offered.discard(name)
         fetch, ticket = self.pulls.get(name), self._tickets.pop(name, "")
-        if request.status.name == "FINISHED_ERROR" and fetch is not None and fetch.state is State.PULLING:
+        if request.status.name == "FINISHED_ERROR" and fetch is not None and fetch.state in (EARLY, State.PULLING):
             self._erred.add(name)  # vLLM ends it before `loaded` reports the failed load
         if name not in self._erred:
             self.pulls.cancel(name)
-        given = request.kv_transfer_params
+        has_pieces, given = self._pieces.end(name), request.kv_transfer_params
         if not given:
             return False, None
         _reads_no_more(request)
@@ -438,6 +512,8 @@ class SchedulerHalf:
             except AsyncKVError as exc:
                 self._computes(request, "not_lent", str(exc))
         if ticket and not is_lent and self.loans is not None:
+            if has_pieces:
+                self.loans.end_pieces(ticket)  # vLLM frees the blocks now
             self.loans.withdraw_ticket(ticket)
         if given.get(ASKS) and self._can_follow:
             out[FOLLOWS] = True
@@ -490,34 +566,6 @@ class SchedulerHalf:
         if self.shape.has_drafts:
             self.loans.mark_written(request.request_id)
         return params
-
-
-def hash_tokens_of(num_tokens: int) -> int:
-    """Return the tokens per hash that keep a chain within `MAX_CHAIN`."""
-    every = HASH_TOKENS
-    while num_tokens > every * MAX_CHAIN:
-        every *= 2
-    return every
-
-
-def chain_of(request: Any, num_tokens: int, every: int) -> list[str]:
-    return token_hashes(request.all_token_ids[:num_tokens], every, also=_also(request, num_tokens, every))
-
-
-def _also(request: Any, num_tokens: int, every: int) -> Iterator[tuple[int, str | bytes]]:
-    adapter, salt, features, embeds, mask = identity(request)
-    if adapter is not None:
-        # Each engine numbers adapters itself. The path tells versions of one name apart.
-        yield 0, repr(("adapter", adapter.lora_name, adapter.lora_path))
-    if salt:
-        yield 0, repr(("salt", salt))
-    for feature in features:
-        place = feature.mm_position
-        yield place.offset, repr(("feature", feature.modality, feature.identifier, place.length))
-    for begin in range(0, 0 if embeds is None else min(num_tokens, len(embeds)), every):
-        end = min(begin + every, num_tokens)
-        yield begin, hashlib.sha256(as_bytes(embeds[begin:end].flatten().cpu().contiguous()).numpy().data).digest()
-        yield begin, repr(("dtype", str(embeds.dtype), None if mask is None else bytes(mask[begin:end])))
 
 
 def _headers(request: Any) -> Mapping[str, str]:

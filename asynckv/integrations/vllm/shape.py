@@ -23,6 +23,7 @@ class CacheGroup:
     block_size: int  # tokens per block on all ranks together; for states, tokens from one kept state to the next
     is_state: bool = False
     is_window: bool = False  # True if old tokens are dropped
+    is_draft: bool = False  # True if layers of a drafter may be among its layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class Shape:
             keeps_all = all(
                 isinstance(each, compat.FullAttentionSpec) and not isinstance(each, compat.RSWASpec) for each in layers
             )
-            groups.append(CacheGroup(index, size, is_state, not is_state and not keeps_all))
+            is_draft = compat.holds_drafts(vllm_config, kv_cache_config, index)
+            groups.append(CacheGroup(index, size, is_state, not is_state and not keeps_all, is_draft))
         # Every kind except full attention drops old tokens: states, sliding windows, chunks.
         forgets = any(group.is_state or group.is_window for group in groups)
         # Draft layers that look ahead need the sampled tokens, not their own drafts.

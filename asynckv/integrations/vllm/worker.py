@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ import msgspec
 
 from asynckv.edges.torch import Event, shared_zeros, stream_event
 from asynckv.embed import Cancel, EngineThread, Failed, Finished, Follow, Lend, Order, Pull, Withdraw, WithdrawTicket
-from asynckv.embed.orders import CountPrompts
+from asynckv.embed.orders import CountPrompts, EndPieces, LendPiece, StartEarly
 from asynckv.errors import BlocksRetired, EngineClosed, LocalProtocolError
 from asynckv.geometry.check import Registration
 from asynckv.integrations.vllm.compat import KVConnectorTransferResults, current_platform
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 START_S = 120.0  # for the engine to listen: registering much memory takes long
 DRAIN_S = 2.0  # for running transfers before a sleep; short, because vLLM sleeps only when it is idle
 LET_GO_S = 30.0  # for the release of the memory, after the drain and the readers' grants (`lease.grant_s`)
+RECALL_S = 1.0  # seconds between two warnings of a step that waits
+OF_PIECES = (LendPiece, EndPieces)
 CLOSE_S = 3.5  # for the end: vLLM kills a worker 5 s after it asked it to end
 log = logging.getLogger("vllm.asynckv")
 
@@ -57,7 +60,7 @@ class WorkerHalf:
         self._registration: Registration | None = None
         self._tails = Tails()
         self._is_suspended = False
-        self._pulling: dict[str, Pull] = {}
+        self._pulling: dict[str, Pull | StartEarly] = {}
         self._lent: set[str] = set()
         self._unread: set[str] = set()  # lends of a replica, which readers do not meet
         self._failing: set[str] = set()  # loads that were given up before they were ordered
@@ -149,14 +152,35 @@ class WorkerHalf:
         if self._thread is None:
             raise LocalProtocolError("orders came, but no KV caches are registered (register_kv_caches)")
         for order in step.orders:
-            if isinstance(order, Pull):
+            # What goes on may have failed and been reported since.
+            if isinstance(order, Pull | StartEarly) and (
+                not getattr(order, "goes_on", False) or order.request_id in self._pulling
+            ):
                 self._pulling[order.request_id] = order
             elif isinstance(order, Lend):
                 self._lent.add(_request_id(order))
-        if self._line is None:
-            self._thread.submit(step.orders)
+        orders = step.orders
+        if self._line is not None:
+            # Pieces are of groups without drafts, and must be taken back in turn, before the step.
+            self._thread.submit([order for order in orders if isinstance(order, OF_PIECES)])
+            orders = [order for order in orders if not isinstance(order, OF_PIECES)]
+            self._line.submit(_submit_behind, stream_event(), self._thread, orders)
         else:
-            self._line.submit(_submit_behind, stream_event(), self._thread, step.orders)
+            self._thread.submit(orders)
+        if any(isinstance(order, EndPieces) for order in step.orders):
+            self._await_end_of_pieces(self._thread)
+
+    def _await_end_of_pieces(self, thread: EngineThread) -> None:
+        """Wait until pieces are taken back, because the forward pass may write their blocks."""
+        until = time.monotonic() + self._config.lease.grant_s
+        while True:
+            try:
+                thread.recall([], RECALL_S)  # it comes behind all orders that were submitted
+                return
+            except TimeoutError as exc:
+                log.warning("a step waits until pieces of preempted or aborted requests are taken back: %s", exc)
+                if time.monotonic() >= until:
+                    raise
 
     def take_results(self) -> Any:
         """Return the requests that ended since the last call, each once; raise `BlocksRetired` to end this process."""
@@ -178,6 +202,7 @@ class WorkerHalf:
         more: list[Order] = []
         self._reports.offered += finished.offered
         self._reports.not_offered += finished.not_offered
+        self._reports.followed += finished.followed
         for end in finished.finished_sending:
             self._tally.lease(end.cause)
             self._sent(end.request_id, results)
@@ -200,7 +225,7 @@ class WorkerHalf:
             order = self._pulling.get(failed.request_id)
             if order is not None and failed.is_unbegun:
                 # Its announcement is still valid, and would be renewed for up to `announce_s`.
-                more.append(Cancel(order.request_id, order.params))
+                more.append(Cancel(order.request_id, order.params if isinstance(order, Pull) else None))
             if not failed.is_held:  # held ones follow in `returned` or `retired`
                 self._received(failed.request_id, results, is_failed=True)
         for request_id in finished.returned:
@@ -221,9 +246,9 @@ class WorkerHalf:
             results.finished_sending.add(request_id)
 
     def take_reports(self) -> FollowReports | None:
-        """Return what was offered, and not, since the last call; `take_results` comes before it."""
+        """Return what was offered, not offered and followed since the last call; `take_results` comes before it."""
         reports, self._reports = self._reports, FollowReports([], [])
-        return reports if reports.offered or reports.not_offered else None
+        return reports if reports.offered or reports.not_offered or reports.followed else None
 
     def statistics(self) -> AsyncKVStats | None:
         """Return the counts since the last call, at most once a second while requests are in flight."""
