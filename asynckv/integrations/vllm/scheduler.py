@@ -31,7 +31,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from asynckv.arguments import MAX_INTEGER, shown
-from asynckv.core.limits import remember
 from asynckv.core.types import KVTransferParams, Reason, check_ticket, of_vllm
 from asynckv.embed.ledgers import DecodeLedger, PrefillLedger, State
 from asynckv.embed.orders import Order, Reclaim
@@ -57,7 +56,6 @@ NOT_FOR_NIXL = {"remote_engine_id": "asynckv", "remote_host": "asynckv.invalid",
 """Fields that `NixlConnector` reads. It waits for ever if one is missing, but fails at once to connect to no host."""
 
 RECLAIM_S = 1.0  # seconds between two orders to make room
-MAX_FOLLOWED = 1024  # tickets that are followed before their requests have come
 REPORT_S = 2.0  # for a worker to report that `pull.follow_s` is over, with the cause
 CAUSES: Mapping[str, str] = WORDS["computed_locally"]
 """Causes for which a prompt or its end is computed instead of a transfer. Each is logged once, and always counted."""
@@ -105,7 +103,6 @@ class SchedulerHalf:
         self._early: dict[str, Queued] = {}  # those that have a head start, until their loan is offered
         self._offered = set[str]()  # requests that were offered, and have no blocks
         self._tickets: dict[str, str] = {}  # by id, the tickets that unfinished requests have taken
-        self._followed: dict[str, None] = {}  # tickets whose followers wait for a piece, and that no request has taken
         self._runs_late = runs_late(vllm_config)
         self._pieces = Pieces(self.shape, self._runs_late and zeroes_blocks(kv_cache_config))
         self._reclaimed_at = -math.inf
@@ -174,8 +171,6 @@ class SchedulerHalf:
                 self._tickets[request.request_id] = ticket
                 if self.options.has_head_start(request.num_prompt_tokens):
                     self._pieces.add(request, ticket)
-                    if ticket in self._followed:
-                        self.loans.followed.add(ticket)
         except LocalProtocolError as exc:
             self._computes(request, "malformed", str(exc))
 
@@ -456,11 +451,8 @@ class SchedulerHalf:
                     self._pull(queued, queued.fetch.groups)
                 else:
                     self.pulls.cancel(name)  # a worker reports the failed load
-        for ticket in reports.followed:
-            if self.loans is not None and ticket in self._tickets.values():
-                self.loans.followed.add(ticket)
-            else:
-                remember(self._followed, ticket, None, MAX_FOLLOWED)
+        if self.loans is not None:
+            self.loans.followed_by(reports.followed)
 
     def _hashes(self, queued: Queued) -> Sequence[str]:
         """Return the chain of a prompt if a piece of it was offered; empty if the piece is of another prompt."""
