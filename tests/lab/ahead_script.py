@@ -70,10 +70,10 @@ class AheadAsk:
     def __str__(self) -> str:
         return (
             f"{self.at:8.3f} s  request {self.number}: {self.tokens} tokens, {self.cached} cached, read by engine "
-            f"{self.engine}{f' and {self.stranger}' * (self.stranger >= 0)}, {self.late_s:.3f} s late, {self.lease_s:g} s"
+            f"{self.engine}{f' and {self.stranger}' * (self.stranger >= 0)}, {self.late_s:.3f} s late"
             f"{f', again after {self.again_s:.3f} s' * (self.again_s >= 0)}{', may be recalled' * self.recall}"
             f"{f', wanted {self.wanted}' * (self.wanted > 0)}{f', agrees to {self.agrees}' * (self.agrees >= 0)}"
-            f"{', without pieces' * (not self.takes_pieces)}"
+            f"{', without pieces' * (not self.takes_pieces)}, lent for {self.lease_s:g} s"
         )
 
 
