@@ -17,8 +17,8 @@ FULL, WINDOW, STATE = "tokens", "window", "state"
 WINDOW_TOKENS = 20
 
 SHAPED = ("preempt", "abort", "withdraw", "recall", "cancel", "cached", "scribble")
-OF_RANKS = ("crash", "close", "freeze", "pause")
-OF_PACKETS = ("loss", "delay", "duplicate", "offer_loss", "offer_delay", "offer_repeat")
+OF_RANKS = ("crash", "close", "freeze", "pause", "agent", "forget", "garbage", "hostile")
+OF_PACKETS = ("partition", "loss", "delay", "duplicate", "offer_loss", "offer_delay", "offer_repeat")
 OF_READS = ("slow", "fail", "doubt", "stuck")
 AHEAD_FAULTS = (*SHAPED, *OF_RANKS, *OF_PACKETS, *OF_READS)
 """Kinds of faults that a script may hold. `preempt` takes the blocks of a prompt that is computed, and computes it anew
