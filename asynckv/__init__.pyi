@@ -21,18 +21,21 @@ from asynckv.edges.torch import synchronize as synchronize
 from asynckv.embed import Announce as Announce
 from asynckv.embed import Cancel as Cancel
 from asynckv.embed import DecodeLedger as DecodeLedger
+from asynckv.embed import EndPieces as EndPieces
 from asynckv.embed import EngineDesk as EngineDesk
 from asynckv.embed import EngineThread as EngineThread
 from asynckv.embed import Failed as Failed
 from asynckv.embed import Finished as Finished
 from asynckv.embed import Follow as Follow
 from asynckv.embed import Lend as Lend
+from asynckv.embed import LendPiece as LendPiece
 from asynckv.embed import Offer as Offer
 from asynckv.embed import Order as Order
 from asynckv.embed import PrefillLedger as PrefillLedger
 from asynckv.embed import Pull as Pull
 from asynckv.embed import Reclaim as Reclaim
 from asynckv.embed import Refused as Refused
+from asynckv.embed import StartEarly as StartEarly
 from asynckv.embed import Withdraw as Withdraw
 from asynckv.embed import WithdrawTicket as WithdrawTicket
 from asynckv.engine import Engine as Engine
@@ -75,6 +78,7 @@ from asynckv.observe.tracing import trace_context as trace_context
 from asynckv.results import LeaseEnd as LeaseEnd
 from asynckv.results import PullResult as PullResult
 from asynckv.results import Statistics as Statistics
+from asynckv.scheduler import PieceSizes as PieceSizes
 from asynckv.scheduler import PrefillRanks as PrefillRanks
 
 __version__: str

@@ -15,7 +15,7 @@ class PullResult:
     Attributes:
         request_id: The decode side's id.
         pull_id: The id of the attempt that succeeded, as in the logs.
-        num_bytes: Bytes of KV that were read.
+        num_bytes: Bytes of KV that this pull read, without those of pieces.
         num_posts: NIXL transfers that were posted.
         descriptors_planned: Pieces before NIXL merged neighbours.
         descriptors_posted: Pieces after merging.
@@ -26,6 +26,8 @@ class PullResult:
             listed.
         num_tokens: Tokens of the request that are valid here now: all, or those on which both sides' hashes agree.
         attempts: Number of attempts that were made.
+        num_pieces: Pieces that were read before, in a head start.
+        piece_bytes: Bytes of KV that they brought.
     """
 
     request_id: str
@@ -38,6 +40,8 @@ class PullResult:
     padding: tuple[Padding, ...]
     num_tokens: int
     attempts: int = 1
+    num_pieces: int = 0
+    piece_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -499,6 +499,8 @@ class PullEnded(OfPull):
     peer_ranks: Annotated[list[str] | None, "Prefill ranks to which this pull owes a release."] = None
     read_ranks: Annotated[list[str] | None, "Prefill ranks that were read, or were to be read."] = None
     bytes: Annotated[int | None, "Bytes that were read; 0 if the pull failed."] = None
+    pieces: Annotated[int | None, "Pieces that were read before, in a head start."] = None
+    piece_bytes: Annotated[int | None, "Bytes that they brought; `bytes` is without them."] = None
     descriptors: Annotated[int | None, "Planned descriptors, before NIXL merges them."] = None
     posts: Annotated[int | None, "Posted transfers."] = None
     rereads: Annotated[int | None, "Reads that were repeated because they had begun too early."] = None

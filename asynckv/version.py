@@ -6,4 +6,4 @@ another copy's, where this one lies in a folder on PYTHONPATH.
 
 from __future__ import annotations
 
-VERSION = "0.6.0"
+VERSION = "0.7.0"

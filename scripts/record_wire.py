@@ -186,8 +186,8 @@ def messages() -> dict[str, wire.Message]:
         wire.StatusRequest(1, 256, "0x1.8p+1 l7", "req", bytes(8)),
         wire.Status(1, "prefill", 1, 2, {"leases": 3}, encode_account(account())),
         wire.Goodbye(), wire.Draining(), wire.Packed(KEY, "pull", 7, 5), wire.Unpack(KEY, "pull", 7),
-        wire.Follow("0123456789abcdef" * 2, 5, COHORT), wire.Unfollow("0123456789abcdef" * 2, 6),
-        wire.Offered("0123456789abcdef" * 2, 5, wire.encode_offer(PARAMS)),
+        wire.Follow("0123456789abcdef" * 2, 5, COHORT, 4096), wire.Unfollow("0123456789abcdef" * 2, 6),
+        wire.Offered("0123456789abcdef" * 2, 5, wire.encode_offer(PARAMS), is_piece=True),
         wire.Pack(KEY, "pull", 7, Recipe(1, ((64, ((4, 9), (2, 2048))), (8, ())), ((0, 128, 1), (1, 0, 0)), ((1, 3),))),
     ]  # fmt: skip
     named = {type(message).__name__: message for message in made}

@@ -111,6 +111,7 @@ CLASSES = {
     "Offload",
     "OffloadConfig",
     "PrefillRanks",
+    "PieceSizes",  # in tests/test_head_start.py
     "Metrics",  # these in tests/test_metrics.py and tests/test_tracing.py
     "MetricsEndpoint",
     "Tracing",
@@ -463,6 +464,9 @@ def arguments(params: dict[str, Any], number: int) -> dict[str, dict[str, Any]]:
         "lend": {"params": params, "num_readers": 1, "ticket": f"{number:032x}"},
         "withdraw": {"params": params},
         "withdraw_ticket": {"ticket": "f" * 32},
+        "lend_piece": {"params": params | {"written": True, "recall": True}, "ticket": f"{number:032x}"},
+        "end_pieces": {"ticket": "f" * 32},
+        "is_followed": {"ticket": "f" * 32},
         "recall": {"requests": [params]},
         "reclaim": {"num_blocks": 1},
         "follow": {
@@ -470,6 +474,8 @@ def arguments(params: dict[str, Any], number: int) -> dict[str, dict[str, Any]]:
             "follow": {"ticket": f"{number:032x}"} | {x: params.get(x) for x in ("engine_id", "endpoints")},
             "wait_s": 5.0,
             "cohort_id": "",
+            "groups": [(0, [2])],
+            "hashes": None,
         },
         "announce": {"request_id": f"d{number}", "params": params, "wait_s": 5.0, "cohort_id": ""},
         "pull": {

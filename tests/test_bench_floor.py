@@ -202,13 +202,27 @@ def test_a_floor_that_is_wrong_or_fails_is_a_problem() -> None:
         ({"engines": "1:2"}, "leave out --engines"),
         ({"rate": 5.0}, "leave out --rate, --speed"),
         ({"announced": True}, "leave out --announced"),
-        ({"follow": True}, "leave out --rate, --speed, --remote, --floor and --announced"),
+        ({"follow": True}, "leave out --follow, --chunks"),
+        ({"chunks": 2}, "leave out --follow, --chunks"),
+        ({"floor": False, "chunks": 2, "tp": "2:1"}, "--chunks needs one prefill and one decode rank"),
+        ({"floor": False, "chunks": 2, "rate": 5.0}, "leave out --rate, --speed"),
+        ({"floor": False, "chunks": 2, "prefix_hit": "50%"}, "leave out --shared-prefix, --prefix-hit"),
+        ({"floor": False, "chunks": 2}, "needs 4 --requests or more of one length"),
+        ({"floor": False, "compute_ms": 60.0}, "give --chunks as well"),
+        ({"floor": False, "follow": True, "announced": True}, "leave out --rate, --speed, --remote"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Experiment(Options(floor=True, **changes), MODEL, Workload("fixed 32", (32, 32)))
+        Experiment(Options(**{"floor": True, **changes}), MODEL, Workload("fixed 32", (32, 32)))
     assert says in str(caught.value)
+
+
+def test_a_chunk_has_blocks_of_its_own() -> None:
+    work = Workload("fixed 32", (32,) * 4)
+    assert Experiment(Options(chunks=2), MODEL, work).options.concurrency == 1
+    with pytest.raises(ConfigError, match="--prompt-tokens 48 or more"):
+        Experiment(Options(chunks=3), MODEL, work)
 
 
 @pytest.mark.nixl
@@ -237,6 +251,22 @@ def test_the_floor_is_measured_beside_the_engine(transport: str) -> None:
     assert set(found["ratio_to_floor"]) == {"raw_nixl"}
     for ratios in found["ratio_to_floor"].values():
         assert all(ratio["rounds"] == 8 and ratio["median"] > 0 for ratio in ratios.values())
+    assert found["bytes"]["verified"] == found["bytes"]["wanted"] > 0
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_a_head_start_reads_every_byte_once_beside_one_pull() -> None:
+    argv = ["--layers", "2", "--prompt-tokens", "700", "--requests", "8", "--block-size", "64:16", "--chunks", "6"]
+    command = [sys.executable, "-m", "asynckv", "bench", *argv, "--compute-ms", "20", "--json", "-"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=dict(os.environ), check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    ways = found["head_start"]
+    assert found["problems"] == []
+    assert [each["requests"] for each in ways.values()] == [2] * 4
+    assert [each["pieces"] > 0 for each in ways.values()] == [True, False, False, False]
+    assert all(1.0 <= each["read"] / each["wanted"] < 1.2 for each in ways.values())
     assert found["bytes"]["verified"] == found["bytes"]["wanted"] > 0
 
 

@@ -20,6 +20,7 @@ from asynckv.errors import ConfigError
 from asynckv.tools.bench import figures, rank, report, report_text, ucx
 from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.experiment import Experiment
+from asynckv.tools.bench.head_start import WAYS
 from asynckv.tools.bench.options import Options
 from asynckv.tools.bench.protocol import Outcome
 from asynckv.tools.bench.workload import Workload
@@ -279,6 +280,29 @@ def test_followed_requests_are_compared_with_announced_ones() -> None:
     assert (result["latency_s"]["max"], result["announced_s"]["max"], result["schedule"]["clock"]) == (0.2, 0.1, "loan")
     assert re.search(r"from the loan +200.00 ms.*\n +if announced before +100.00 ms", shown(result))
     assert "announced before" not in shown(report.make(options(follow=True), good()))
+
+
+def test_a_head_start_is_compared_with_one_pull_and_with_a_chunk_alone() -> None:
+    def turns(p50: float, decode: float, pieces: int, read: int = 800) -> list[dict[str, float]]:
+        common = {"prefill": 0.03, "wanted": 800}
+        return [{"p50_s": p50 * n, "decode": decode, "pieces": pieces, "read": read, **common} for n in (1, 2, 9)]
+
+    found = good()
+    found.followed, found.turns = {1}, dict(zip(WAYS, (turns(0.01, 0.2, 5, 816), turns(0.04, 0.1, 0)) * 2, strict=True))
+    result = report.make(Experiment(Options(chunks=2), MODEL, Workload("fixed 32", (32,) * 4)), found)
+    early = result["head_start"]["head_start"]
+    assert (early["p50_s"], early["of_one_chunk"], early["pieces"], early["requests"]) == (0.02, 1.0, 5, 3)
+    assert early["of_one_pull"] == {"p50_s": 0.25, "decode": 2.0, "prefill": 1.0}
+    assert (early["read"], early["wanted"]) == (816, 800)
+    assert (result["latency_s"]["max"], result["announced_s"]["max"]) == (0.3, 0.0)
+    text = shown(result)
+    assert re.search(
+        r"head start \(3\) +20.00 ms +0.25 +1.00 +200.0 ms \(x 2.00\) +30.0 ms \(x 1.00\) +102.0% +5", text
+    )
+    assert "from the last chunk" in text
+    assert "throughput" not in text
+    found.turns[WAYS[3]].clear()
+    assert "head_start" not in report.make(options(), found)
 
 
 def test_every_submitted_request_is_in_a_count_when_a_half_dies() -> None:

@@ -40,15 +40,18 @@ from asynckv.edges.nic.nixl import NixlPlane
 from asynckv.embed import (
     Announce,
     Cancel,
+    EndPieces,
     EngineDesk,
     EngineThread,
     Finished,
     Follow,
     Lend,
+    LendPiece,
     Offer,
     Order,
     Pull,
     Reclaim,
+    StartEarly,
     Withdraw,
     WithdrawTicket,
 )
@@ -209,6 +212,65 @@ def test_what_is_followed_is_offered_when_it_is_lent_and_then_pulled(pair: Pair)
     pair.until(lambda p, d: d.finished_recving and p.finished_sending)
     assert pair.decode.blocks([5]) == pair.prefill.blocks([3])
     assert not pair.decode.told.refused
+
+
+def ahead(pair: Pair) -> tuple[dict[str, Any], list[int]]:
+    """Read a piece of two blocks of a request that is followed, and return the params of all four, and their places."""
+    mine, decode, prefill = [5, 9, 7, 8], pair.decode, pair.prefill
+    decode.submit(Follow("d", target_of(prefill.way.engine), takes_pieces=True))
+    pair.until(lambda p, d: p.followed)
+    piece = pair.group.make_params("r/2", [(0, [3, 1])], 32, written=True, recall=True)
+    prefill.submit(LendPiece(piece, TICKET))
+    pair.until(lambda p, d: d.offered)
+    assert decode.told.offered == [Offer("d", piece, is_piece=True)]
+    decode.submit(StartEarly(request_id="d", groups=[(0, mine)], params=piece))
+    pair.until(lambda p, d: len(p.followed) == 2)
+    assert set(prefill.told.followed) == {TICKET}
+    return pair.params("r", [3, 1, 4, 2]), mine
+
+
+def test_a_head_start_and_its_pull_are_told_as_one(pair: Pair) -> None:
+    prefill, decode = pair.prefill, pair.decode
+    params, mine = ahead(pair)
+    prefill.submit(Lend(params, ticket=TICKET))
+    pair.until(lambda p, d: len(d.offered) == 2)
+    assert decode.told.offered[1] == Offer("d", params)
+    decode.submit(pull("d", mine, params, goes_on=True))
+    pair.until(lambda p, d: d.finished_recving and p.finished_sending)
+    assert decode.blocks(mine) == prefill.blocks([3, 1, 4, 2])
+    assert [result.num_tokens for result in decode.told.finished_recving] == [64]
+    assert [end.request_id for end in prefill.told.finished_sending] == ["r"], "a piece is no request"
+    assert not any((decode.told.failed, decode.told.refused, prefill.told.refused))
+
+
+@pytest.mark.parametrize("is_offered", [False, True])
+def test_a_pull_behind_a_head_start_that_has_failed_fills_nothing_and_releases(pair: Pair, is_offered: bool) -> None:
+    prefill, decode = pair.prefill, pair.decode
+    params, mine = ahead(pair)
+    decode.submit(Cancel("d"))
+    pair.until(lambda p, d: d.failed)
+    (failure,) = decode.told.failed
+    assert (type(failure.error), failure.is_held, failure.is_unbegun) == (PullCancelled, False, False)
+    if is_offered:
+        prefill.submit(Lend(params, ticket=TICKET))
+    decode.submit(pull("d", mine, params, goes_on=True))
+    if not is_offered:
+        prefill.submit(Lend(params, ticket=TICKET))
+    pair.until(lambda p, d: p.finished_sending)
+    assert [end.cause for end in prefill.told.finished_sending] == ["released"]
+    assert decode.blocks([7, 8]) != prefill.blocks([4, 2])
+    assert len(decode.told.failed) == 1
+    assert decode.told.finished_recving == []
+
+
+def test_pieces_that_were_taken_back_are_read_again(pair: Pair) -> None:
+    prefill, decode = pair.prefill, pair.decode
+    params, mine = ahead(pair)
+    prefill.submit(EndPieces(TICKET), Lend(params, ticket=TICKET))
+    pair.until(lambda p, d: len(d.offered) == 2)
+    decode.submit(pull("d", mine, params, goes_on=True))
+    pair.until(lambda p, d: d.finished_recving)
+    assert decode.blocks(mine) == prefill.blocks([3, 1, 4, 2]), "what was proven before stays"
 
 
 def gauge(side: Side, name: str) -> int:
@@ -574,12 +636,15 @@ def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_
         Reclaim(1),
         WithdrawTicket(TICKET),
         Follow("f", target_of(pair.prefill.way.engine)),
+        StartEarly(request_id="e", groups=[(0, [4])], params=params),
+        LendPiece(params | {"written": True, "recall": True}, TICKET),
+        EndPieces(TICKET),
     ):
         orders += [
             msgspec.structs.replace(good, **{name: value})
             for name in good.__struct_fields__
             for what, value in HOSTILE.items()
-            if not (isinstance(good, Pull) and name == "timeout_s" and value is None)
+            if not (isinstance(good, Pull) and ((name == "timeout_s" and value is None) or name == "goes_on"))
         ]
     late = pair.params("late", [3])
     pair.decode.way.submit([*orders, pull("late", [9], late)])
@@ -591,9 +656,9 @@ def test_whatever_stands_in_an_order_it_is_told_once_and_the_others_are_carried_
     )
     pair.close()
     told = pair.decode.take()
-    pulls = [order for order in orders if isinstance(order, Pull)]
-    refused = [r.order for r in told.refused if isinstance(r.order, Pull)]
-    assert {order.request_id for order in refused} <= {"p"}, "only one at a time can have an id"
+    pulls = [order for order in orders if isinstance(order, Pull | StartEarly)]
+    refused = [r.order for r in told.refused if isinstance(r.order, Pull | StartEarly)]
+    assert {order.request_id for order in refused} <= {"p", "e", "3"}, "only one at a time can have an id"
     assert len(told.failed) + len(told.finished_recving) + len(refused) == len(pulls) + 1
     assert [id(r.order) for r in told.refused[: len(HOSTILE)]] == [id(value) for value in HOSTILE.values()]
     follows = [order for order in orders if isinstance(order, Follow)]

@@ -38,6 +38,7 @@ from asynckv.embed.orders import (
     Order,
     Pull,
     Refused,
+    StartEarly,
     Withdraw,
     WithdrawTicket,
 )
@@ -119,6 +120,8 @@ class DecodeRank:
     left: dict[str, str] = field(default_factory=dict)
     """Names that follow a ticket for their caller no more, by ticket: an offer may come late."""
     released: set[str] = field(default_factory=set)
+    early: dict[str, set[int]] = field(default_factory=dict)
+    """Blocks that pieces fill, by name."""
 
     def do(self, order: Order, refuses: bool) -> None:
         if isinstance(order, Announce | Pull | Cancel) and order.params is not None:
@@ -138,6 +141,20 @@ class DecodeRank:
             case Announce(name):
                 assert self.announced.setdefault(name, key_of(order)) == key_of(order)
                 self.claims.add(key_of(order))
+            case StartEarly(request_id=name):
+                assert name not in self.early.keys() | self.writes.keys() | self.held.keys()
+                if refuses:
+                    self.news.failed.append(failed(name, failed_in=""))
+                else:
+                    self.early[name] = {block for _, ids in order.groups for block in ids if block}
+            case Pull(request_id=name, goes_on=True) if name not in self.early:  # it has failed, and was reported
+                self.claims.discard(key_of(order))
+                self.released.add(key_of(order))
+            case Pull(request_id=name, goes_on=True):
+                self.keys[name] = key_of(order)
+                self.claims.add(key_of(order))
+                self.writes[name] = self.early.pop(name)
+                assert self.writes[name] == {block for _, ids in order.groups for block in ids if block}
             case Pull():
                 assert self.announced.pop(order.request_id, key_of(order)) == key_of(order)
                 assert order.request_id not in self.writes, "a name is given to one pull at a time"
@@ -152,6 +169,8 @@ class DecodeRank:
                 if (ticket := self.follows.pop(name, None)) is not None:
                     self.left[ticket] = name
                     self.news.not_offered.append(no_offer(name, "cancelled"))
+                if name in self.early:
+                    self.fail_early(name, *(self.early[name] if len(self.released) % 2 else ()))
                 if name in self.writes:
                     assert params is None or self.keys[name] == key_of(order), "it would end the pull of another"
                     self.cancelled.add(name)
@@ -161,6 +180,16 @@ class DecodeRank:
                     self.released.add(key_of(order))
             case _:
                 raise AssertionError(order)
+
+    def fail_early(self, name: str, *held: int) -> None:
+        """End a head start, of which a piece may still write its blocks."""
+        blocks = self.early.pop(name)
+        if (ticket := self.follows.pop(name, None)) is not None:
+            self.left[ticket] = name
+            self.news.not_offered.append(no_offer(name, "differs"))
+        if held:
+            self.held[name] = blocks
+        self.news.failed.append(failed(name, *held, failed_in="head_start"))
 
     def offer(self, name: str, params: dict[str, Any]) -> None:
         """Offer what a name follows, unless this rank has released it."""
@@ -217,8 +246,8 @@ class DecodeMachine(RuleBasedStateMachine):
         self.pulled: dict[int, set[int]] = {}
         """Blocks of pulls whose end was not told, by the fetch."""
         self.live: dict[str, Fetch] = {}
-        self.lost: set[int] = set()
-        """Pulls, by the fetch, that lost a rank before their end was told."""
+        self.lost: set[Fetch] = set()
+        """Pulls that lost a rank before their end was told."""
         self.retired: set[int] = set()
         self.params = [new_params() for _ in range(3)]
         self.lent: dict[str, dict[str, Any]] = {}
@@ -272,7 +301,7 @@ class DecodeMachine(RuleBasedStateMachine):
             if rank is None:
                 if number not in self.noticed:
                     self.noticed.add(number)
-                    self.lost |= {id(fetch) for fetch in self.live.values() if fetch.ranks is not None}
+                    self.lost |= {fetch for fetch in self.live.values() if fetch.ranks is not None}
                     self.ledger.rank_died(number)
                 if joins:
                     self.noticed.discard(number)
@@ -293,12 +322,12 @@ class DecodeMachine(RuleBasedStateMachine):
         for fetch in outcome.received:
             assert self.live.pop(fetch.request_id) is fetch
             assert set(fetch.results) == set(range(NUM_RANKS))
-            assert id(fetch) not in self.lost
+            assert fetch not in self.lost
             assert fetch.num_tokens == 32
             self.free |= self.pulled.pop(id(fetch))
         for fetch in outcome.failed:
-            assert fetch.params is not None
-            self.tried.add(str(fetch.plain["key"]))
+            assert fetch.params is not None or fetch.piece is not None
+            self.tried |= set() if fetch.params is None else {str(fetch.plain["key"])}
             assert self.live.pop(fetch.request_id) is fetch
             assert fetch.errors
         for fetch in outcome.free:
@@ -334,14 +363,14 @@ class DecodeMachine(RuleBasedStateMachine):
     def no_free_block_is_written(self) -> None:
         for rank in self.ranks:
             if rank is not None:
-                busy = set().union(*rank.writes.values(), *rank.held.values(), rank.retired)
+                busy = set().union(*rank.early.values(), *rank.writes.values(), *rank.held.values(), rank.retired)
                 assert not busy & self.free
 
     def teardown(self) -> None:
         """Let everything end: no block, no request and no claim is left behind."""
         for turn in range(7):
             for request_id in list(self.live):
-                if self.live[request_id].state in (State.QUEUED, State.WAITING, State.REFUSED):
+                if self.live[request_id].state in (State.QUEUED, State.WAITING, State.REFUSED, State.EARLY):
                     self.cancel(request_id)
             self.step(refuses=False, joins=True)
             for rank in filter(None, self.ranks):
@@ -430,6 +459,74 @@ class FollowMachine(DecodeMachine):
             rank.offer(name, new_params() if how == "other" else params)
 
 
+class EarlyMachine(FollowMachine):
+    """The same scheduler, whose requests mostly have a head start before they are offered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        honest = self.ledger.follow
+        self.ledger.follow = lambda *args: honest(*args, takes_pieces=True)  # type: ignore[method-assign]
+
+    @rule(request_id=IDS, which=st.integers(0, 1), number=RANKS, goes_on=st.booleans())
+    def a_piece_is_offered(self, request_id: str, which: int, number: int, goes_on: bool) -> None:
+        """Follow a new ticket, and mostly get far enough for a head start, and for the offer of the whole."""
+        if request_id not in self.live:
+            self.announce(request_id, which, True, "")
+        for turn in range(3):
+            self.step(refuses=False, joins=True)
+            rank = self.ranks[number]
+            if rank is None or request_id not in rank.follows:
+                return
+            if turn == 0 and request_id not in rank.early:
+                rank.news.offered.append(Offer(request_id, new_params("piece"), is_piece=True))
+            elif turn == 1:
+                self.start(request_id)
+            elif goes_on:
+                rank.offer(request_id, self.lent.setdefault(rank.follows[request_id], new_params()))
+
+    @rule(request_id=IDS)
+    def start(self, request_id: str) -> None:
+        fetch = self.live.get(request_id)
+        if fetch is not None and fetch.piece is not None and fetch.state is State.FOLLOWING and len(self.free) >= 2:
+            blocks = sorted(self.free)[:2]
+            self.free -= set(blocks)
+            self.pulled[id(fetch)] = set(blocks)
+            self.ledger.start_early(request_id, [(0, blocks)])
+            assert self.ledger.may_pull(request_id) is None
+        else:
+            with pytest.raises(LocalProtocolError):
+                self.ledger.start_early(request_id, [(0, [1])])
+
+    @rule(request_id=IDS)
+    def pull(self, request_id: str) -> None:
+        fetch = self.live.get(request_id)
+        if fetch is None or fetch.state is not State.EARLY:
+            super().pull(request_id)
+        elif self.ledger.may_pull(request_id):
+            self.ledger.pull(request_id, fetch.groups)
+        else:
+            with pytest.raises(LocalProtocolError, match="not offered yet"):
+                self.ledger.pull(request_id, fetch.groups)
+
+    @rule(request_id=IDS, how=st.sampled_from(["", "", "cancel", "refuse"]))
+    def cancel(self, request_id: str, how: str = "cancel") -> None:
+        fetch = self.live.get(request_id)
+        if how != "refuse" or fetch is None or fetch.state is not State.EARLY:
+            super().cancel(request_id, how)
+        else:
+            is_over = fetch.params is None
+            self.ledger.refuse(request_id, no_offer(request_id, "no_offer").error)
+            assert fetch.state is (State.ENDING if is_over else State.EARLY)
+
+    @rule(number=RANKS, data=st.data(), is_held=st.booleans())
+    def a_head_start_fails(self, number: int, data: st.DataObject, is_held: bool) -> None:
+        if (rank := self.ranks[number]) is not None and rank.early:
+            name = data.draw(st.sampled_from(sorted(rank.early)))
+            rank.fail_early(name, *(rank.early[name] if is_held else ()))
+
+
+TestEarly = EarlyMachine.TestCase
+TestEarly.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestFollow = FollowMachine.TestCase
 TestFollow.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 
@@ -1357,7 +1454,7 @@ def test_no_text_shows_a_ticket_or_a_key() -> None:
     for each in (*shown, decode.get("a"), [Refused(order, LocalProtocolError("no")) for order in shown[:3]]):
         assert "decaf" not in repr(each)
         assert params["key"][3] not in repr(each)
-    assert repr(shown[0]) == "Follow(request_id='a', wait_s=None, cohort_id='')"
+    assert repr(shown[0]) == "Follow(request_id='a', wait_s=None, cohort_id='', takes_pieces=False)"
     with pytest.raises(LocalProtocolError) as refused:
         prefill.withdraw_ticket(f"{TICKET}0")
     assert "decaf" not in str(refused.value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
@@ -377,6 +378,19 @@ def check_attempts() -> None:
     for step in (time_is_over, refused):
         with pytest.raises(LocalProtocolError):
             step(it)
+    # A head start: its first attempt follows when its params are known.
+    for stopped in (False, True):
+        it = Request(PullRequest("d", [(0, [2])], PARAMS), 0, 0.1, math.inf, 0.0, RequestState.EARLY, 0, is_known=False)
+        with pytest.raises(LocalProtocolError):
+            it.time(1.0)
+        if stopped:
+            it.stop(Reason.CANCELLED)
+            assert (it.state, it.discharge) == (RequestState.OVER, None)
+            continue
+        it.known(it.wanted, 1, 50.0, 1.0)
+        assert (it.state, it.attempts) == (RequestState.PAUSING, 0)
+        it.time(1.0)
+        assert (it.state, it.attempts) == (RequestState.TRYING, 1)
 
 
 def test_no_row_of_the_attempts_can_be_made_wrong_unnoticed() -> None:

@@ -38,7 +38,8 @@ class HeldBlocks:
     Attributes:
         request_id: This side's id of the request.
         reason: `lent` or `ending` (a lease), the state of a pull (`reading` ...), `storing` or `loading` (an offload),
-            `quarantined` (the pull or load has failed, and a transfer may still write) or `retired`.
+            `quarantined` (the pull or load has failed, and a transfer may still write) or `retired`; `early` or
+            `retrying` for all blocks of a request with a head start, or between two attempts.
         blocks: Group -> block ids.
         held_s: Seconds for which the blocks have been held.
         left_s: Seconds that this can last at most, unless a reader asks for more; infinite if nothing bounds it.
@@ -92,7 +93,8 @@ class RequestStatus:
     """One request: followed, announced, pulled or lent here, and not over.
 
     Attributes:
-        kind: `lease` (lent by this rank), `follow`, `announced`, `pull`, or `retrying` (between two attempts).
+        kind: `lease` (lent by this rank), `follow`, `announced`, `pull`, `early` (it reads pieces, or waits for the
+            last one), or `retrying` (between two attempts). A piece that failed and may still write is a `pull`.
         request_id: This side's id of the request.
         prefill_request_id: The prefill side's id of the request; empty while it is followed.
         state: State of the lease or the pull, see `docs/structure.md`.
@@ -141,7 +143,9 @@ class Tally:
         for source in pull.sources:
             self.transfers_in_doubt += len(source.doubtful)
         if not pull.is_published:
-            self.unanswered += any(x.covered_until == -math.inf for x in pull.sources if x.reads)
+            self.unanswered += pull.kind is not Kind.PIECE and any(
+                x.covered_until == -math.inf for x in pull.sources if x.reads
+            )
         elif (hold := ledger.get(pull.pull_id)) is not None:
             self.blocks_quarantined += hold.num_blocks
 
@@ -274,7 +278,7 @@ class Inspector:
 
     def requests(self, now: float) -> tuple[RequestStatus, ...]:
         requests = [self.status(lease, now) for lease in self._prefill.leases.values()]
-        requests += [self.status(pull, now) for pull in self._decode.pulls.values()]
+        requests += [self.status(pull, now) for pull in self._decode.pulls.values() if not is_hidden(pull)]
         requests += [self.status(following, now) for following in self._decode.follows.by_id.values()]
         requests.sort(key=lambda request: -request.age_s)
         return (*requests, *map(retry_status, self.between_attempts(now)))
@@ -320,17 +324,17 @@ class Inspector:
                 pull_id=pull.pull_id,
             )
             for pull in self._decode.pulls.values()
-            if pull.pull_id not in known
+            if pull.pull_id not in known and not is_hidden(pull)
         ]
         return holds + tuple(others)
 
     def between_attempts(self, now: float) -> tuple[HeldBlocks, ...]:
-        """Return the blocks of requests that wait for another attempt."""
+        """Return the blocks of requests that have a head start, or wait for another attempt."""
         return tuple(
             HeldBlocks(
                 request_id=request.wanted.request_id,
-                reason="retrying",
-                blocks=blocks_of(request.pull) if request.pull is not None else {},
+                reason="retrying" if request.attempts else "early",
+                blocks=blocks_of(request.pull, request.head),
                 held_s=now - request.begun_at,
                 left_s=max(request.deadline - now, 0.0),
                 waits_for=(),
@@ -350,17 +354,22 @@ def _held_as(pull: Pull) -> tuple[str, float]:
     return pull.state.value, pull.deadline
 
 
+def is_hidden(pull: Pull) -> bool:
+    """Return True for a piece that is part of its request, and holds nothing after its end."""
+    return pull.kind is Kind.PIECE and (pull.is_returned or not pull.is_published)
+
+
 def retry_status(hold: HeldBlocks) -> RequestStatus:
     return RequestStatus(
-        kind="retrying",
+        kind=hold.reason,
         request_id=hold.request_id,
         prefill_request_id="",
-        state="retrying",
+        state=hold.reason,
         age_s=hold.held_s,
         state_s=hold.held_s,
-        left_s=hold.left_s,
+        left_s=_finite(hold.left_s),
         blocks=sum(map(len, hold.blocks.values())),
-        waits="another attempt follows",
+        waits="another attempt follows" if hold.reason == "retrying" else "pieces of it are read while it is computed",
         ranks=(),
     )
 

@@ -21,7 +21,7 @@ from operator import attrgetter
 
 from msgspec import Struct
 
-from asynckv.account.inspect import HeldBlocks, Inspector, RequestStatus, Tally
+from asynckv.account.inspect import HeldBlocks, Inspector, RequestStatus, Tally, is_hidden
 from asynckv.account.values import Account, Facts, PeerStatus, PhaseCount, encode_account
 from asynckv.core.flow import READING
 from asynckv.core.following import Following
@@ -178,9 +178,6 @@ class Survey:
             for (kind, phase), (number, begun_at) in sorted(counts.phases.items())
             if number
         ]
-        if facts.num_retrying:
-            oldest = max([request.age_s for request in facts.retrying], default=0.0)
-            phases.append(PhaseCount(kind="retrying", phase="retrying", number=facts.num_retrying, oldest_s=oldest))
         account = Account(
             engine_id=identity.engine_id,
             rank=identity.name,
@@ -218,6 +215,7 @@ class Survey:
             for pull in pulls[start : start + SLICE_PULLS]:
                 if not pull.is_over:
                     counts.tally.add(pull, self._ledger)
+                if not (pull.is_over or is_hidden(pull)):
                     phase = "retired" if pull.is_retired and not pull.is_returned else pull.state.value
                     counts.add("announced" if pull.kind is Kind.ANNOUNCEMENT else "pull", phase, pull.called_at)
             now = yield
@@ -234,6 +232,9 @@ class Survey:
             counts.add(occupant.what, occupant.held_as[0], occupant.begun_at)
         for following in self._decode.follows.by_id.values():
             counts.add("follow", following.state.value, following.since)
+        for request in self._decode.between.values():
+            kind = "retrying" if request.attempts else "early"
+            counts.add(kind, kind, request.begun_at)
         counts.fresh_until = now + max(FRESH_S, FRESH_S_EACH * (len(leases) + len(pulls)))
         self._counts = counts
         return now
@@ -250,7 +251,11 @@ class Survey:
             if work >= SLICE_TOLD or looked >= SLICE_FOUND:
                 work = looked = 0
                 yield  # keep `now`, because with ages from several moments the oldest may not seem the oldest
-            if request.is_over or (asked.request_id and not _is_named(request, asked.request_id)):
+            if (
+                request.is_over
+                or (isinstance(request, Pull) and is_hidden(request))
+                or (asked.request_id and not _is_named(request, asked.request_id))
+            ):
                 continue
             if told is not None and (len(requests) >= asked.most or letters >= MAX_TEXT):
                 return str(told.number)

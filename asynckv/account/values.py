@@ -26,7 +26,7 @@ class PhaseCount(Struct, frozen=True, kw_only=True):
     """The number of requests of one kind in one phase.
 
     Attributes:
-        kind: `lease`, `follow`, `announced`, `pull` or `retrying`; for an offload `store` or `load`.
+        kind: `lease`, `follow`, `announced`, `pull`, `early` or `retrying`; for an offload `store` or `load`.
         phase: For a lease `unclaimed` (no reader was heard of), `granted` (a grant runs), `lapsed` (a reader was heard
             of, no grant runs) or `ending`; otherwise the state, see `docs/structure.md`. A failed pull with blocks
             that may still be written is `quarantined`, and `retired` once they were given up. A failed store or
@@ -72,7 +72,7 @@ class Lag(Struct, frozen=True, kw_only=True):
 
 class Facts(Struct, frozen=True, kw_only=True):
     """Facts that only the engine around a rank knows: its state, the values of `Engine.describe` and
-    `Engine.statistics`, and the first of `num_retrying` requests that wait for another attempt.
+    `Engine.statistics`, and the first of `num_retrying` requests that have a head start or wait for another attempt.
     """
 
     version: str = ""

@@ -18,16 +18,15 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
 
 from asynckv.core.head_start import HeadStart
 from asynckv.core.pull import Pull, PullRequest
-from asynckv.core.types import Reason, impossible
+from asynckv.core.types import Reason, Waiter, impossible
+from asynckv.geometry.blocks import BlockList
 from asynckv.geometry.bounds import NULL
 
-T = TypeVar("T", contravariant=True)
 RETRYABLE = frozenset({Reason.UNREACHABLE, Reason.PEER_LOST, Reason.READ_FAILED, Reason.LEASE_LOST})
 """Failures after which the same params may work: the lease may still stand, and another connection may serve."""
 
@@ -60,20 +59,16 @@ ON_EVENT: Mapping[RequestState, Mapping[RequestEvent, RequestState]] = {
 """The events that each state takes, and where each leads. Any other event raises before anything has changed."""
 
 
-def blocks_of(pull: Pull) -> dict[int, tuple[int, ...]]:
-    """Return the ids of the blocks that a pull fills, by group."""
-    lists = pull.lists.local if pull.lists else ()
+def blocks_of(pull: Pull | None, head: HeadStart | None = None) -> dict[int, tuple[int, ...]]:
+    """Return the ids of the blocks that a pull fills, or of all blocks of a request with a head start, by group."""
+    lists: Sequence[BlockList] = head.blocks if head else pull.lists.local if pull and pull.lists else ()
     return {g: tuple(ids[ids != NULL].tolist()) for g, (_, ids) in enumerate(lists) if len(ids)}
 
 
-class Waiter(Protocol[T]):
-    """A caller that waits for a request, or for a job of an offload. Its engine or its offload calls it."""
-
-    def ended(self, job: T) -> None:
-        """Take the end: the outcome of the last attempt, or why the next one could not begin."""
-
-    def returned(self, job: T, is_retired: bool) -> None:
-        """Take back blocks that were held at the end, or hear that they are given up. Jobs tell it in any case."""
+def head_start_of(pull: Pull) -> HeadStart | None:
+    """Return what pieces have brought to a pull's request, or None without any."""
+    head = pull.owner.head if isinstance(pull.owner, Request) else None
+    return head if head is not None and head.num_pieces else None
 
 
 @dataclass(slots=True, eq=False)
@@ -95,6 +90,11 @@ class Request:
     head: HeadStart | None = None
     is_known: bool = True  # False while its params are those of a piece
     scheduled_at: float = math.inf
+
+    @property
+    def has_ended(self) -> bool:
+        """Return True if it is over, and no read runs whose end is still waited for."""
+        return self.state is S.OVER and (bool(self.attempts) or self.pull is None or self.pull.is_published)
 
     @property
     def retryable(self) -> frozenset[Reason]:
@@ -145,6 +145,8 @@ class Request:
         after, pull = self._allow(E.TIME), self.pull
         # The end of the last attempt may come late, and no attempt begins once its caller has stopped waiting.
         is_hopeless = now >= self.deadline or (pull is not None and pull.is_retired and not pull.is_returned)
+        if not self.attempts and pull is not None and pull.reason is Reason.DIFFERS:
+            self.stopped = self.stopped or Reason.DIFFERS  # the request names the same blocks
         if self.stopped is not None or is_hopeless:
             self.state = self._allow(E.GIVEN_UP)
         elif now >= self.next_at and self.is_free:

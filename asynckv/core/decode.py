@@ -75,6 +75,7 @@ class _Transfer:
             self.peer.asks.pace.note(is_first=self.is_packed, num_bytes=self.read.num_bytes, seconds=seconds)
 
 
+PROOF_S = 2.0  # for the grant of a piece that was read: a rank may get the order to lend it a step later than another
 _TAKEN_BACK = frozenset({Reason.UNKNOWN, Reason.REVOKED})  # refusals of the claim of a piece that its owner has ended
 
 Answer = wire.Ack | wire.Granted | wire.NotYet | wire.Refused | wire.Packed
@@ -158,7 +159,8 @@ class DecodeSide:
             self._route(pull, now)
             return
         self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
-        self.started.add(pull.pull_id)
+        if pull.kind is not KIND.PIECE:
+            self.started.add(pull.pull_id)
         if ready is not None:
             for peer in ready.peers:
                 self.peers.attach(peer, pull.pull_id, now)
@@ -389,11 +391,14 @@ class DecodeSide:
                 pull.looked(source, look, difference)
             detect_s, read_bytes = min(detect_s, now - transfer.posted_at), 0 if look else transfer.read.num_bytes
             effects = pull.ended(source, transfer_ended, read_bytes, detect_s, now)
+            is_read = pull.kind is KIND.PIECE and pull.state is P.CONFIRMING
+            if is_read:
+                pull.deadline = min(pull.deadline, now + PROOF_S)
             # The pull has to be woken earlier only if it sends something, or has failed.
             self._carry_out(pull, effects, now, wakes=pull.failure is not None or DO.SEND in effects)
-            if pull.kind is KIND.PIECE and pull.state is P.CONFIRMING and pull.lists is not None:
+            if is_read and pull.lists is not None:
                 # Ask for the next piece in the packet that claims this one. If the claim is refused, it asks anew.
-                self._ask_on(pull.request_id, pull.lists.num_tokens, now)
+                self._ask_on(pull, pull.lists.num_tokens, now)
             if pull.reason is not None and not pull.is_over:
                 self._let_go(pull, source, now)
         if transfer.is_packed and ending is not ENDING.IN_DOUBT and pull.reason is None:  # else its release says it
@@ -659,7 +664,7 @@ class DecodeSide:
                     self._outbox.commands.append(PullReached(pull, M.OVER))
                 case _:
                     assert_never(effect)
-        if self._outbox.trace and len(pull.history) > pull.num_traced:
+        if self._outbox.trace and len(pull.history) > pull.num_traced and pull.kind is not KIND.PIECE:
             self._outbox.commands.append(Traced(pull, tuple(pull.history[pull.num_traced :])))
             pull.num_traced = len(pull.history)
         if wakes and pull.state is not P.RELEASED and (when := pull.wake_at) < pull.scheduled_at:
@@ -742,13 +747,14 @@ class DecodeSide:
             request.head.took(pull.params, pull.measures.num_bytes)
         else:
             request.head.waiting = None
-            if reason is Reason.DIFFERS:
-                request.stop(Reason.DIFFERS)  # the request names the same blocks
-            self._ask_on(pull.request_id, request.head.have if reason in _TAKEN_BACK else -1, now)
+        following, have = request.head.following, request.head.have
+        if following is not None and (reason is not Reason.COMPLETE or following.have != have):  # else it has asked so
+            self._ask_on(pull, have if reason is Reason.COMPLETE or reason in _TAKEN_BACK else -1, now)
         self._timers.wake(request, now)
 
-    def _ask_on(self, request_id: RequestId, have: int, now: float) -> None:
-        if (following := self.follows.by_request.get(request_id)) is not None:
+    def _ask_on(self, pull: Pull, have: int, now: float) -> None:
+        following = pull.owner.head.following if isinstance(pull.owner, Request) and pull.owner.head else None
+        if following is not None and following.is_open:
             self.follows.ask(following, have, now)
 
     def _blocks_settled(self, pull: Pull, now: float) -> None:

@@ -16,10 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from asynckv.core.attempts import Waiter
 from asynckv.core.notes import History
 from asynckv.core.source import RemoteRank
-from asynckv.core.types import Cohort, FollowParams, KVTransferParams, PullId, Reason, RequestId, impossible
+from asynckv.core.types import Cohort, FollowParams, KVTransferParams, PullId, Reason, RequestId, Waiter, impossible
 
 MAX_NONCES = 8
 

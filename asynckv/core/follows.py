@@ -130,7 +130,8 @@ class Follows:
     def ask(self, following: Following, have: int, now: float) -> None:
         """Ask on, now that this rank has the first `have` tokens; with -1 for the request alone."""
         following.have, following.pause_s = have, 0.0
-        self._send(following, now)
+        if following.state is not S.MEETING:  # else it asks once its rank can be asked
+            self._send(following, now)
 
     def _params(self, following: Following, offered: Offered, now: float) -> KVTransferParams | None:
         """Return what was offered; None, and the end of the following, if that cannot be right."""

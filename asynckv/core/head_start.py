@@ -1,6 +1,6 @@
-"""What a decode rank reads of a request that its prefill engine still computes.
+"""Pieces of a request that its prefill engine still computes, as a decode rank reads them.
 
-Finished chunks are lent as *pieces*. A rank reads one piece at a time into the blocks of the request. What a piece has
+A rank reads one piece at a time into the blocks of the request. What a piece has
 brought counts once it is proven. It has no outcome of its own: the pull of the request begins where the pieces end, and
 decides alone. What they did not bring, or brought of another prompt, that pull reads.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from asynckv.core.following import Following
 from asynckv.core.types import Key, KVTransferParams
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import BlockList
@@ -26,6 +27,7 @@ class HeadStart:
     layout: Layout
     blocks: tuple[BlockList, ...]  # of the whole request, per group
     hashes: Sequence[str] | None
+    following: Following | None = None  # what offers the pieces, and the whole; None if that had ended before
     have: int = 0  # tokens from the prompt's start that are proven, or were there before
     groups: frozenset[int] = frozenset()  # those that pieces bring
     newest: KVTransferParams | None = None  # the newest piece that was read
@@ -44,6 +46,8 @@ class HeadStart:
         if not is_piece or not brings or end <= self.have or (self.groups and self.groups != brings):
             return None
         if self.hashes is not None and common_prefix(self.hashes, piece.hashes, piece.hash_tokens, end) < end:
+            return None
+        if self.newest is not None and _agreed(self.newest, piece) < self.newest.num_tokens:
             return None
         local = list[BlockList]()
         for group, (first, ids) in enumerate(self.blocks):
@@ -69,6 +73,11 @@ class HeadStart:
             i for i, (own, lent) in enumerate(pairs) if lent.runs and own.kind != "state" and not own.window
         )
 
+    def is_of(self, params: KVTransferParams) -> bool:
+        """Return True if these may be the params of the request that is followed, as far as this rank knows."""
+        follows = self.following
+        return follows is None or follows.is_open or (follows.params is not None and follows.params.key == params.key)
+
     def rest(self, blocks: tuple[BlockList, ...], num_tokens: int, params: KVTransferParams) -> tuple[BlockList, ...]:
         """Return what the request's pull has to fill of these blocks, from a whole block of each group on.
 
@@ -77,9 +86,7 @@ class HeadStart:
         """
         if self.newest is None:
             return blocks
-        have, newest = min(self.have, num_tokens), self.newest
-        if newest.hash_tokens == params.hash_tokens:
-            have = min(have, _agreed(newest, params))
+        have = min(self.have, num_tokens, _agreed(self.newest, params))
         left = list(blocks)
         for group in self.groups:
             (first, ids), (filled_from, filled) = blocks[group], self.blocks[group]
@@ -94,7 +101,9 @@ class HeadStart:
 
 
 def _agreed(piece: KVTransferParams, params: KVTransferParams) -> int:
-    """Return the number of a piece's tokens on which its hashes and those of the request agree."""
+    """Return the number of a piece's tokens on which its hashes agree with a later piece's, or with the request's."""
+    if piece.hash_tokens != params.hash_tokens:
+        return 0
     whole = piece.num_tokens // piece.hash_tokens if piece.hash_tokens else 0
     if piece.hashes[:whole] == params.hashes[:whole]:
         return piece.num_tokens

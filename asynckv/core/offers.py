@@ -10,16 +10,17 @@ ticket to one prefill rank. What the rank knows of the ticket decides the answer
 
 An offer only tells params. The lease judges claims as if they had come through a router.
 
-While a request with a ticket is computed, its finished chunks can be lent as *pieces*. Only a follower that says what it
-has is offered one, and a rank lends them to one cohort. A piece holds nothing: its owner takes all pieces of a ticket
-back in one call, and they never outlive the request's loan. A follower reads a piece, and then claims it. A granted
-claim proves the read (`core/source.py`), because an ended piece grants nothing.
+While a request with a ticket is computed, its finished chunks can be lent as *pieces*. Only a follower that says what
+it has is offered one, and one cohort per ticket. A piece holds nothing: its owner takes all pieces of a ticket back in
+one call, and they never outlive the request's loan. A follower reads a piece, and then claims it. A granted claim
+proves the read (`core/source.py`), because an ended piece grants nothing.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from msgspec import Raw
 
@@ -33,19 +34,28 @@ from asynckv.core.wire import Follow, Offered, Unfollow, encode_offer
 MAX_PIECES = 256  # pieces of one ticket; the rest of its request comes with its loan
 
 
+class LentPiece(NamedTuple):
+    lease: Lease
+    begin: int  # its tokens
+    end: int
+    params: Raw
+
+
 @dataclass(slots=True)
 class Pieces:
     """The pieces of one ticket, in the order in which they were lent, and the cohort that is offered them."""
 
-    lent: list[tuple[Lease, KVTransferParams]] = field(default_factory=list)
+    lent: list[LentPiece] = field(default_factory=list)
     cohort_id: str = ""
 
-    def behind(self, follow: Follow) -> KVTransferParams | None:
+    def behind(self, follow: Follow) -> Raw | None:
         """Return the newest piece that a follower can add to what it has, without a gap."""
+        if follow.have < 0:
+            return None
         self.cohort_id = self.cohort_id or follow.cohort.id
-        for _, params in reversed(self.lent if self.cohort_id == follow.cohort.id else ()):
-            if max(runs.first_token for runs in params.groups if runs.runs) <= follow.have < params.num_tokens:
-                return params
+        for piece in reversed(self.lent if self.cohort_id == follow.cohort.id else ()):
+            if piece.begin <= follow.have < piece.end:
+                return piece.params
         return None
 
 
@@ -65,6 +75,7 @@ class Offers:
         """Offer a request that was lent just now. A ticket belongs to the first request that brings it."""
         if ticket in self.lent or ticket in self._ended:
             self._outbox.counters["tickets.taken"] += 1
+            self.end_pieces(ticket)  # they may be of this request, whose end says nothing of the ticket
             return
         self.lent[ticket], lease.offers = (lease, encode_offer(params)), 0
         self.tickets[lease.lent.key] = ticket
@@ -72,12 +83,12 @@ class Offers:
             self._answer(parked)
 
     def withdraw(self, ticket: str) -> None:
-        """Declare that no request will be lent under a ticket. One that is lent stays as it is."""
+        """Declare that no request will be lent under a ticket. One that is lent stays as it is, without pieces."""
+        self.end_pieces(ticket)
         if ticket not in self.lent and ticket not in self._ended:
             remember(self._ended, ticket, Reason.WITHDRAWN, self._max_ended)
             for parked in self._parking.take(ticket):
                 self._answer(parked)
-            self.end_pieces(ticket)
 
     def lend_piece(self, ticket: str, lease: Lease, params: KVTransferParams) -> None:
         """Offer a piece of a request that is still computed. It is nothing if the request has ended, or was lent."""
@@ -87,19 +98,21 @@ class Offers:
         if len(pieces.lent) >= MAX_PIECES:
             return
         self._outbox.counters["pieces.lent"] += 1
-        pieces.lent.append((lease, params))
+        begin = max([runs.first_token for runs in params.groups if runs.runs], default=params.num_tokens)
+        pieces.lent.append(LentPiece(lease, begin, params.num_tokens, encode_offer(params)))
         self.pieces[lease.lent.key] = self.unread[ticket] = lease
-        for place, parked in list(self._parking.by_key.get(ticket, {}).items()):
-            if isinstance(parked.message, Follow) and self._piece_behind(parked.message) is not None:
-                self._parking.drop(ticket, place)
-                self._answer(parked)
+        parked = self._parking.by_key.get(ticket, {}).items()
+        takers = [x for x in parked if isinstance(x[1].message, Follow) and pieces.behind(x[1].message) is not None]
+        for place, taker in takers[:AT_ONCE]:
+            self._parking.drop(ticket, place)
+            self._answer(taker)
         self._tell_if_followed(ticket)  # a follower that can take nothing of this one waits on for the next
 
     def end_pieces(self, ticket: str) -> None:
         """Take back all pieces of a ticket: when this returns, no claim of them is granted any more."""
         self.unread.pop(ticket, None)
-        for lease, _ in self._pieces.pop(ticket, Pieces()).lent:
-            self.pieces.pop(lease.lent.key, None)
+        for piece in self._pieces.pop(ticket, Pieces()).lent:
+            self.pieces.pop(piece.lease.lent.key, None)
 
     def end_all_pieces(self) -> None:
         for ticket in list(self._pieces):
@@ -112,9 +125,11 @@ class Offers:
                 del self.unread[ticket]
 
     def is_followed(self, ticket: str) -> bool:
-        """Return True if a follower waits for a piece."""
+        """Return True if a follower of the cohort that is offered pieces waits for one."""
         parked = [each.message for each in self._parking.by_key.get(ticket, {}).values()]
-        return any(isinstance(message, Follow) and message.have >= 0 for message in parked)
+        waiting = [x.cohort.id for x in parked if isinstance(x, Follow) and x.have >= 0]
+        pieces = self._pieces.get(ticket)
+        return bool(waiting) and (pieces is None or not pieces.cohort_id or pieces.cohort_id in waiting)
 
     def lease_ended(self, key: Key, reason: Reason) -> None:
         ticket = self.tickets.pop(key)
@@ -147,7 +162,7 @@ class Offers:
         piece = None if lease is not None or closed_as else self._piece_behind(follow)
         if piece is not None:
             self._outbox.counters["pieces.offered"] += 1
-            answer = Offered(follow.ticket, follow.nonce, encode_offer(piece), is_piece=True)
+            answer = Offered(follow.ticket, follow.nonce, piece, is_piece=True)
         elif lease is not None and params is not None and lease.state is LeaseState.LENT:
             self._outbox.counters["offers.made"] += 1
             lease.offers = (lease.offers or 0) + 1
@@ -159,9 +174,8 @@ class Offers:
             answer = Offered(follow.ticket, follow.nonce, reason=reason, detail=detail)
         self._outbox.send(parked.reply_to, parked.sender, answer)
 
-    def _piece_behind(self, follow: Follow) -> KVTransferParams | None:
-        pieces = self._pieces.get(follow.ticket) if follow.have >= 0 else None
-        return None if pieces is None else pieces.behind(follow)
+    def _piece_behind(self, follow: Follow) -> Raw | None:
+        return None if (pieces := self._pieces.get(follow.ticket)) is None else pieces.behind(follow)
 
     def _tell_if_followed(self, ticket: str) -> None:
         if self.is_followed(ticket):

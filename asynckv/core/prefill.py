@@ -292,11 +292,6 @@ class PrefillSide:
             self.revoke(lease, now, "no_room")
         return tuple(revoked)
 
-    @property
-    def is_read(self) -> bool:
-        """Return True while remote ranks may be reading: a request that is lent, or a piece."""
-        return bool(self.leases or self.offers.unread)
-
     def claimed_at(self, now: float) -> list[float]:
         """Return the time of the first claim of each request that is not lent, and that readers still wait for."""
         return [first for first, last in self._claimed.values() if now - last <= self._config.parked_s]
@@ -336,7 +331,7 @@ class PrefillSide:
                 reader, what, detail = lease.name_of(message, sender), WHAT[type(message)], short(answer.detail)
                 self._outbox.commands.append(ReaderRefused(reader, what, answer.reason, detail))
         self._outbox.send(reply_to, sender, answer)
-        if self.offers.unread and type(answer) is Granted:
+        if self.offers.pieces and type(answer) is Granted and message.key in self.offers.pieces:
             self.offers.piece_granted(lease)
         wakes = effects.wake_at < lease.scheduled_at
         if effects.has_ended or wakes or lease.is_sampled or self._outbox.trace or lease.ended_copies:
@@ -418,7 +413,7 @@ class PrefillSide:
         if effects.first_grant is not None and lease.is_sampled:
             if lease.attempts[lease.grants[effects.first_grant].reader] <= MAX_GRANTS:
                 outbox.commands.append(lease_granted(lease, effects.first_grant))
-        if outbox.trace and len(lease.history) > noted:
+        if outbox.trace and len(lease.history) > noted and lease.lent.key in self.leases:  # no piece
             outbox.commands.append(Traced(lease, tuple(lease.history[noted:])))
         if (lease.ended_copies or effects.has_ended) and lease.lent.key in self.copies.by_key:
             self.copies.settle(lease)

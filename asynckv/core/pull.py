@@ -419,6 +419,8 @@ class Pull:
             after, then = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED), E.ROUTED
             self.lists, self.deadline = start
             self.called_at, self.begun_at, self.warn_at = now, now, now + self.warn_s
+            if self.kind is KIND.ANNOUNCEMENT:
+                self.kind = KIND.PULL
         self.measures.ready_at = now
         for source, read in zip(self.sources, tables, strict=True):
             if read is not None:

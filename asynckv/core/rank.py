@@ -132,6 +132,7 @@ class RankCore:
     ) -> Following:
         """Ask a prefill rank for the params of the request that brings a ticket, for `wait_s` at most."""
         self.prefill.check_open()
+        self._check_not_between(request_id)
         if len(self.decode.follows.by_id) >= self.config.pull.max_queued:
             raise self._overloaded(request_id, "requests are followed")
         route = self.decode.routes.answered_for(request_id, target)
@@ -250,8 +251,11 @@ class RankCore:
             self._need_not_follow(wanted.request_id, wanted.params, now)
         if early is not None:
             early.known(wanted, retries, now + timeout_s, now)
-            if early.pull is not None and early.pull.reason is None:
-                self.decode.extend(early.pull, min(early.pull.deadline, early.deadline), now)
+            if (piece := early.pull) is not None and piece.reason is None:
+                if piece.num_posted:
+                    self.decode.extend(piece, min(piece.deadline, early.deadline), now)
+                else:
+                    self.decode.cancel(piece, now)  # it queues behind all others, and the request must not
             self._go_on(early, now)
             return early
         request = Request(wanted, retries, self.config.pull.retry_s, now + timeout_s, now)
@@ -270,16 +274,20 @@ class RankCore:
         layout = self.identity.layout
         blocks = check_block_ids(layout, wanted.groups, wanted.num_tokens)
         self.ledger.check("writing", {group: ids for group, (_, ids) in enumerate(blocks)})
-        request = Request(wanted, 0, self.config.pull.retry_s, math.inf, now, RequestState.EARLY, 0, is_known=False)
-        request.head = HeadStart(layout, blocks, wanted.hashes, waiting=wanted.params)
+        following = self.decode.follows.by_request.get(name)
+        until = (now if following is None else following.deadline) + self.config.pull.announce_s
+        request = Request(wanted, 0, self.config.pull.retry_s, until, now, RequestState.EARLY, 0, is_known=False)
+        request.head = HeadStart(layout, blocks, wanted.hashes, following, waiting=wanted.params)
         self.decode.between[name] = request
+        self.timers.wake(request, until)
         self._ahead(request, now)
         return request
 
     def _offered_piece(self, following: Following, piece: KVTransferParams, now: float) -> None:
         request = self.decode.between.get(following.request_id)
-        if request is not None and request.head is not None:
-            request.head.waiting = piece
+        if request is not None and (head := request.head) is not None:
+            if head.waiting is None or head.waiting.num_tokens < piece.num_tokens:  # else it is a late offer
+                head.waiting = piece
             self._ahead(request, now)
         elif following.have >= 0:
             # It needs blocks first. Until its caller has some, ask for the whole request alone.
@@ -289,15 +297,15 @@ class RankCore:
     def _ahead(self, request: Request, now: float) -> None:
         """Read the piece that waits, unless the one before may still write, or nothing says what comes after it."""
         head, name = request.head, RequestId(request.wanted.request_id)
-        following = self.decode.follows.by_request.get(name)
-        if head is None or following is None or head.waiting is None or not request.is_free:
+        following = None if head is None else head.following
+        if head is None or head.waiting is None or following is None or not (following.is_open and request.is_free):
             return
         piece, head.waiting = head.waiting, None
-        if piece.num_tokens <= head.have:
-            return  # a late offer
+        is_known = piece.num_tokens <= head.have  # it is cached, or offered late
         lists = head.lists(piece) if piece.key != head.tried else None
-        if lists is None:
-            self.decode.follows.ask(following, -1, now)
+        if is_known or lists is None:
+            if (have := head.have if is_known else -1) > following.have or have < 0 <= following.have:
+                self.decode.follows.ask(following, have, now)
             return
         head.tried, wait_s = piece.key, self.config.pull.timeout_s
         asked = PullRequest(name, (), piece, following.cohort.id, priority=MAX_INTEGER)
@@ -316,6 +324,11 @@ class RankCore:
         """Refuse a pull of a request that is between two attempts, or whose head start fills other blocks."""
         if early.state is not RequestState.EARLY or early.head is None:
             self._check_not_between(wanted.request_id)
+        elif not early.head.is_of(wanted.params):
+            raise LocalProtocolError(
+                f"request {wanted.request_id[:200]!r} has a head start of what it follows, and these params are of "
+                f"another request; cancel it first"
+            )
         else:
             tokens = self._wanted_tokens(wanted)
             early.head.rest(check_block_ids(self.identity.layout, wanted.groups, tokens), tokens, wanted.params)
@@ -325,7 +338,7 @@ class RankCore:
         wanted, is_first = request.wanted, request.attempts == 1
         request_id, params = wanted.request_id, wanted.params
         pull = self.decode.by_request.get(RequestId(request_id))
-        if is_first and pull is None and self.prefill.closed_as:
+        if is_first and pull is None and self.prefill.closed_as and request.head is None:
             self.prefill.check_open()
         num_tokens = params.num_tokens
         if wanted.num_tokens is not None or wanted.hashes is not None:
@@ -385,18 +398,18 @@ class RankCore:
         name = RequestId(request.wanted.request_id)
         if self.decode.between.get(name) is not request:
             return  # its turn has come already
-        if request.state is RequestState.EARLY:
+        if request.state is RequestState.EARLY and now < request.deadline:
+            self.timers.wake(request, request.deadline)
             return self._ahead(request, now)
+        if request.state is RequestState.EARLY:
+            request.stop(Reason.TIMEOUT)  # nobody has pulled it
         if request.state is RequestState.PAUSING:
             request.time(now)
         if request.state is RequestState.PAUSING:
             self.timers.wake(request, request.next_at if now < request.next_at else request.deadline)
             return
-        if not request.attempts:
-            if (following := self.decode.follows.by_request.get(name)) is not None:
-                self.decode.follows.end(following, request.stopped or Reason.CANCELLED, "its head start ended", now)
-            if request.pull is not None and request.pull.reason is None:
-                return self.decode.cancel(request.pull, now)  # its end comes back here
+        if not request.has_ended and not request.attempts and request.pull is not None:
+            return self.decode.cancel(request.pull, now, request.stopped or Reason.TIMEOUT)  # its end comes back here
         del self.decode.between[name]
         self.timers.forget(request)
         bug: Exception | None = None
@@ -663,7 +676,7 @@ class RankCore:
         """Let time pass for one item, and return the steps that this takes at most."""
         match item:
             case Pull() as pull:
-                if self.decode.tick_pull(pull, now):
+                if self.decode.tick_pull(pull, now) and (pull.kind is not KIND.PIECE or pull.is_published):
                     self.on_overdue(pull, now)
                 return pull.steps
             case Lease() as lease:

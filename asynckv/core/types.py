@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Annotated, NewType, NoReturn, TypeVar, cast
+from typing import Annotated, NewType, NoReturn, Protocol, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -22,6 +22,7 @@ from asynckv.errors import LocalProtocolError, RemoteProtocolError
 from asynckv.geometry.bounds import MAX_GROUPS, MAX_RANKS, MAX_RUNS, BlockRuns, Rank, Size, Tokens
 
 T = TypeVar("T")
+Job = TypeVar("Job", contravariant=True)
 
 PullId = NewType("PullId", str)
 RequestId = NewType("RequestId", str)
@@ -258,6 +259,16 @@ class How(enum.StrEnum):
     IDLE = "idle"
     # it serves, and has taken the blocks back
     RECALLED = "recalled"
+
+
+class Waiter(Protocol[Job]):
+    """A caller that waits for a request, or for a job of an offload. Its engine or its offload calls it."""
+
+    def ended(self, job: Job) -> None:
+        """Take the end: the outcome of the last attempt, or why the next one could not begin."""
+
+    def returned(self, job: Job, is_retired: bool) -> None:
+        """Take back blocks that were held at the end, or hear that they are given up. Jobs tell it in any case."""
 
 
 AnyEnum = TypeVar("AnyEnum", bound=enum.Enum)

@@ -50,7 +50,8 @@ from asynckv.geometry.gather import Packing, Recipe
 MAJOR = 1
 MINOR = 8
 """Minor version. 1 added `Draining`, 2 the reason `withdrawn`, 3 the options of a status request and its account, 4
-packed copies, 5 layouts that say what they guess (`Layout.guessed_axis`), 6 tokens that ranks share, 7 tickets, 8 pieces."""
+packed copies, 5 layouts that say what they guess (`Layout.guessed_axis`), 6 tokens that ranks share, 7 tickets, 8
+pieces."""
 
 SETTLES = 5  # the minor version since which ranks settle guesses, so that an older one may be refused without need
 OFFERS = 7  # the minor version since which a rank can be followed

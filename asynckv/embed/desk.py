@@ -94,7 +94,8 @@ class EngineDesk:
         """Lent requests by id, each of one request only, because `finished_sending` reports an id."""
         self._news: deque[tuple[str, Any, float]] = deque()  # each with the time since which it waits
         engine._untaken = lambda: self.untaken
-        engine._when_followed(lambda ticket: self._tell("followed", ticket, is_awaited=False))
+        engine._when_followed(self._followed_by)
+        self._followed = set[str]()  # tickets in news that were not taken yet, because followers repeat themselves
         self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
 
@@ -134,7 +135,7 @@ class EngineDesk:
 
     def take_finished(self) -> Finished:
         """Return the results since the last call."""
-        finished, news = Finished(), self._news
+        finished, news, self._followed = Finished(), self._news, set()
         while news:
             try:
                 kind, value, _ = news.popleft()
@@ -258,6 +259,8 @@ class EngineDesk:
             case Lend(params):
                 name = params.get("request_id") if isinstance(params, Mapping) else getattr(params, "request_id", None)
                 if isinstance(name, str) and name in self._lent:
+                    if order.ticket:
+                        engine.end_pieces(order.ticket)  # the caller takes their blocks for free
                     raise LocalProtocolError(
                         f"request {name[:200]!r} is lent already, and its end is reported by that id: lend this one "
                         f"by another id, or wait for the end"
@@ -327,6 +330,11 @@ class EngineDesk:
                 self.engine._begin_pull(flight, **given)
                 return
         self.engine.cancel(order.request_id, order.params, cohort_id=order.cohort_id)
+
+    def _followed_by(self, ticket: str) -> None:
+        if ticket not in self._followed:
+            self._followed.add(ticket)
+            self._tell("followed", ticket, is_awaited=False)
 
     def _sent(self, end: LeaseEnd) -> None:
         if self._lent.pop(end.request_id, None) is not None:

@@ -370,9 +370,10 @@ class DecodeLedger(_Ledger):
             LocalProtocolError: The request may not be pulled (`may_pull`).
         """
         fetch = self._current.get(request_id)
-        if fetch is None or fetch.params is None:
-            raise LocalProtocolError(f"request {request_id[:200]!r} was not announced or offered, or is over")
-        goes_on = fetch.state is State.EARLY
+        if fetch is None:
+            raise LocalProtocolError(f"request {request_id[:200]!r} was not announced, or is over")
+        if (goes_on := fetch.state is State.EARLY) and fetch.params is None:
+            raise LocalProtocolError(f"request {request_id[:200]!r} has a head start, and is not offered yet: may_pull")
         self._move(fetch, Event.PULL)
         fetch.groups = groups
         self._order(
@@ -457,7 +458,8 @@ class DecodeLedger(_Ledger):
             if (fetch := self._ended(rank, result.request_id)) is not None:
                 fetch.results[rank] = result
                 self._conclude(fetch)
-        refused = [Failed(x.order.request_id, x.error) for x in finished.refused if isinstance(x.order, Pull)]
+        pulls = [(x.order, x.error) for x in finished.refused]
+        refused = [Failed(order.request_id, error) for order, error in pulls if isinstance(order, Pull | StartEarly)]
         for failed in (*finished.failed, *refused):
             if (fetch := self._ended(rank, failed.request_id)) is not None:
                 if failed.is_held:
@@ -708,7 +710,7 @@ class PrefillLedger(_Ledger):
         self._of: dict[str, list[Loan]] = {}  # the same by the scheduler's ids, the newest last
         self._free: list[Loan] = []
         self._tickets: dict[str, bool] = {}  # all that requests have brought, oldest first; False if they are over
-        self.followed = set[str]()  # tickets with a follower that waits for a piece, until `lend_piece` makes one
+        self.followed = dict[str, None]()  # tickets of followers that wait for a piece, until `lend_piece` makes one
 
     def __len__(self) -> int:
         return len(self._loans)
@@ -748,11 +750,11 @@ class PrefillLedger(_Ledger):
         """
         if self._missing:
             return  # no reader could read the whole piece
-        name = f"{request_id}/{num_tokens}"
+        name = f"{num_tokens} tokens of {request_id}"[:MAX_ID]
         params = self.ranks.make_params(
             name, groups, num_tokens, written=True, hashes=hashes, hash_tokens=hash_tokens, recall=True
         )
-        self.followed.discard(ticket)
+        self.followed.pop(ticket, None)
         self._order(LendPiece(params, check_ticket(ticket)))
 
     def end_pieces(self, ticket: str) -> None:
@@ -876,7 +878,9 @@ class PrefillLedger(_Ledger):
             LocalProtocolError: It is no report. A rank without one may have died: `rank_died`.
         """
         self._check_report(rank, finished)
-        self.followed.update(ticket for ticket in finished.followed if self._tickets.get(ticket))
+        for ticket in finished.followed:
+            if self._tickets.get(ticket, True):  # a follower may be ahead of its request
+                remember(self.followed, ticket, None, MAX_TICKETS)
         for end in finished.finished_sending:
             # If the engine was closed before its grants ended, readers may read until its process ends (`rank_died`).
             if (loan := self._loans.get(end.request_id)) is not None and end.cause != "closed":
@@ -920,7 +924,7 @@ class PrefillLedger(_Ledger):
 
     def _close_ticket(self, ticket: str) -> None:
         """Make no more pieces of a ticket's request, even if a late report says that it is followed."""
-        self.followed.discard(ticket)
+        self.followed.pop(ticket, None)
         if ticket in self._tickets:
             self._tickets[ticket] = False
 

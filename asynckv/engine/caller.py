@@ -18,10 +18,11 @@ import msgspec
 from asynckv import errors
 from asynckv.core.attempts import RETRYABLE, Request, RequestState, blocks_of
 from asynckv.core.following import Following
+from asynckv.core.head_start import HeadStart
 from asynckv.core.pull import Pull
 from asynckv.core.types import How, KVTransferParams, Reason
 from asynckv.engine.driver import Driver
-from asynckv.errors import EngineClosed, PullCancelled, PullError
+from asynckv.errors import AsyncKVError, EngineClosed, PullCancelled, PullError
 from asynckv.geometry.layout import Layout
 from asynckv.observe.log import phases
 from asynckv.results import PullResult
@@ -51,9 +52,7 @@ class Caller:
     """A coroutine that waits for the end of a request. `begin_early` takes the first piece of one that is followed."""
 
     _news: asyncio.Event | None = None
-
-    def __init__(self, begin_early: Callable[[KVTransferParams], object] | None = None) -> None:
-        self._begin_early = begin_early
+    begin_early: Callable[[KVTransferParams], object] | None = None
 
     def ended(self, job: Request | Following) -> None:
         if self._news is not None:
@@ -63,8 +62,9 @@ class Caller:
         """Do nothing: `PullError.returned` asks the driver, and the core has released a late offer."""
 
     def offered(self, following: Following, piece: KVTransferParams) -> None:
-        if self._begin_early is not None:
-            self._begin_early(piece)
+        if self.begin_early is not None:
+            with suppress(AsyncKVError):  # `pull` will refuse these blocks too, if they are still in use then
+                self.begin_early(piece)
 
     async def offer(self, driver: Driver, following: Following) -> dict[str, Any]:
         """Wait for the params of a request that is followed, or raise `NoOffer`."""
@@ -90,13 +90,13 @@ class Caller:
         core, news = driver.core, asyncio.Event()
         self._news = news
         try:
-            if request.state is not RequestState.OVER:
+            if request.state is not RequestState.OVER or not request.has_ended:
                 await news.wait()
         except asyncio.CancelledError:
             core.abandon(request, driver.clock.now())
             driver.soon()
             # NIXL may still be writing: wait as long as `drain_s` allows, however often we are cancelled.
-            while request.state is not RequestState.OVER and not driver.life.is_shut and driver.core is core:
+            while not request.has_ended and not driver.life.is_shut and driver.core is core:
                 with suppress(asyncio.CancelledError), anyio.CancelScope(shield=True):
                     await news.wait()
             raise
@@ -126,14 +126,14 @@ def outcome(driver: Driver, request: Request) -> PullResult:
     if pull is None or pull.reason is None:
         raise EngineClosed("the engine was closed")
     if pull.reason is Reason.COMPLETE:
-        return result_of(pull, driver.core.identity.layout)
+        return result_of(pull, driver.core.identity.layout, request.head)
     if request.stopped is Reason.CANCELLED and request.was_promised:
         last = error_of(driver, pull)
         raise _cancelled(last) from last
     raise error_of(driver, pull)  # kept in no variable: its traceback would keep that
 
 
-def result_of(pull: Pull, layout: Layout) -> PullResult:
+def result_of(pull: Pull, layout: Layout, head: HeadStart | None) -> PullResult:
     assert pull.lists is not None
     return PullResult(
         request_id=pull.request_id,
@@ -146,6 +146,8 @@ def result_of(pull: Pull, layout: Layout) -> PullResult:
         padding=tuple(pull.lists.padding(layout)),
         num_tokens=pull.lists.num_tokens,
         attempts=pull.attempt,
+        num_pieces=0 if head is None else head.num_pieces,
+        piece_bytes=0 if head is None else head.num_bytes,
     )
 
 

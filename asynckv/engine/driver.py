@@ -59,7 +59,7 @@ TURNED_AWAY = (
     "authorized keys"
 )
 HOW, R = frozenset(How), members(Reason)
-SILENT = (Kind.PIECE, Kind.DISCHARGE)  # pulls that are part of another, or have no caller
+PIECE, SILENT = Kind.PIECE, (Kind.PIECE, Kind.DISCHARGE)  # pulls that are part of another, or have no caller
 EXPECTED: Mapping[Reason, told.Level] = {R.CANCELLED: "debug", R.WITHDRAWN: "info", R.ENGINE_CLOSED: "info"}
 POST_SLICE_S = 0.0005  # a turn plans and posts for so long, and then for as much CPU: no holder of the GIL ends both
 BEAT_S = 0.25  # while anything is under way the timer runs at least this often, to notice that the loop was away
@@ -403,7 +403,7 @@ class Driver:
                 else:
                     self._has_waited = True
                     self.soon()
-            is_serving = core.prefill.is_read
+            is_serving = bool(core.prefill.leases or core.prefill.offers.unread)  # else nothing of ours is read
             if is_serving is not self._is_serving:
                 self.data.watch(is_serving)
                 self._is_serving = is_serving
@@ -483,7 +483,7 @@ class Driver:
                 match command:
                     case PullReached(pull, M.ENDED):
                         if not pull.is_returned:
-                            pull.was_held = pull.kind is not Kind.PIECE
+                            pull.was_held = pull.kind is not PIECE
                             outbox.counters["blocks.kept"] += 1
                         elif self._returning:
                             self._tell_returned(pull)
@@ -492,7 +492,7 @@ class Driver:
                     case RequestReached(request, M.ENDED):
                         if request.waiter is not None:
                             request.waiter.ended(request)
-                    case PullReached(pull, M.OVER) if pull.kind is not Kind.PIECE:
+                    case PullReached(pull, M.OVER) if pull.kind is not PIECE:
                         self.release_s.append(pull.measures.released_at - pull.published_at)
                         self.tell(self.observers.pull_over, pull, now)
                     case PullReached(pull, M.RETURNED):
@@ -512,7 +512,7 @@ class Driver:
                     case FollowReached(following, is_late, None):
                         self._tell_follow(following, is_late, now)
                     case FollowReached(following, _, piece):
-                        if piece is not None and following.waiter is not None:
+                        if piece is not None and following.waiter is not None and following.is_open:
                             following.waiter.offered(following, piece)
                     case TicketFollowed(ticket):
                         self.on_followed(ticket)

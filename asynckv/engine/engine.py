@@ -22,7 +22,7 @@ from asynckv.account.survey import Survey
 from asynckv.account.values import Facts, Lag
 from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, number, seconds, shown, text, texts
 from asynckv.config import MAX_RETRIES, EngineConfig
-from asynckv.core.attempts import Request, Waiter
+from asynckv.core.attempts import Request
 from asynckv.core.following import Follower, Following
 from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
 from asynckv.core.pull import PullRequest
@@ -34,6 +34,7 @@ from asynckv.core.types import (
     Endpoint,
     FollowParams,
     KVTransferParams,
+    Waiter,
     check_ticket,
     decode_follow,
     decode_params,
@@ -597,24 +598,14 @@ class Engine:
             PlanRefused: The ranks are no whole group, or one of them is this very rank.
             RemoteProtocolError: `follow` is malformed.
         """
-        given = self._blocks(groups)
-        if hashes is not None:
-            hashes = texts("hashes", hashes, MAX_HASHES, MAX_NAME)
-
-        def begin_early(piece: KVTransferParams) -> None:
-            self._begin_early(None, request_id, given, piece, None, cohort_id, hashes)
-
-        caller = Caller(begin_early)
-        takes_pieces = groups is not None
-        following = self._begin_follow(caller, request_id, follow, wait_s, cohort_id, takes_pieces)
-        return await caller.offer(self._driver, following)
-
-    def _blocks(self, groups: Groups | None) -> Groups:
-        """Return lists of blocks that can be iterated over again, and refuse any that do not fit the layout."""
-        given = () if groups is None else tuple(groups)
+        self._home.here(self.follow)
+        caller, chain = Caller(), None if hashes is None else texts("hashes", hashes, MAX_HASHES, MAX_NAME)
         if groups is not None:
+            given = tuple(groups) if isinstance(groups, Iterable) else groups
             check_block_ids(self.registration.layout, given)
-        return given
+            caller.begin_early = lambda piece: self._begin_early(None, request_id, given, piece, None, cohort_id, chain)
+        following = self._begin_follow(caller, request_id, follow, wait_s, cohort_id, groups is not None)
+        return await caller.offer(self._driver, following)
 
     def _begin_follow(
         self,
@@ -629,9 +620,10 @@ class Engine:
         self._home.here(self.follow)
         wait = self.config.pull.follow_s if wait_s is None else seconds("wait_s", wait_s)
         request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
+        takes_pieces, target = flag("takes_pieces", takes_pieces), decode_follow(follow)
         self._driver.soon()
         following = self._driver.core.follow(
-            request_id, decode_follow(follow), cohort_id, wait, self._clock.now(), takes_pieces=takes_pieces
+            request_id, target, cohort_id, wait, self._clock.now(), takes_pieces=takes_pieces
         )
         following.waiter = waiter
         return following
@@ -648,6 +640,11 @@ class Engine:
     ) -> Request:
         """Begin to fill blocks with pieces, the first of which these params describe."""
         self._home.here(self.follow)
+        request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
+        if num_tokens is not None:
+            num_tokens = integer("num_tokens", num_tokens, 0, MAX_TOKENS)
+        if hashes is not None:
+            hashes = texts("hashes", hashes, MAX_HASHES, MAX_NAME)
         self._driver.soon()
         wanted = PullRequest(request_id, groups, decode_params(params), cohort_id, hashes, num_tokens)
         request = self._driver.core.start_early(wanted, self._clock.now())

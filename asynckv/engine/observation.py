@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
+from asynckv.account.inspect import is_hidden
 from asynckv.arguments import number, shown
 from asynckv.config import EngineConfig
 from asynckv.core.types import rank_name
@@ -63,7 +64,7 @@ class Observation:
         driver.home.asked(self.reading)
         core, now = driver.core, driver.clock.now()
         decode, leases = core.decode, core.prefill.leases.values()
-        pulls = decode.pulls.values()
+        pulls = [pull for pull in decode.pulls.values() if not is_hidden(pull)]
         held = [p for p in pulls if p.is_published and not p.is_returned and p.begun_at < math.inf]
         lease_ages = tuple([now - lease.lent_at for lease in leases])
         retired = (core.ledger.get(p.pull_id) for p in held if p.is_retired)
@@ -77,7 +78,7 @@ class Observation:
             leases=Counter([lease.state for lease in leases]),
             peers=Counter([peer.state for peer in decode.peers.by_place.values()]),
             waiting=decode.num_waiting,
-            retrying=len(decode.between),
+            retrying=sum([request.attempts > 0 for request in decode.between.values()]),
             lease_ages_s=lease_ages,
             oldest_s={
                 "lease": max(lease_ages, default=0.0),

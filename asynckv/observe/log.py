@@ -31,6 +31,7 @@ from asynckv.account.waits import last_grants, waits_for
 from asynckv.account.watch import HeldAlike
 from asynckv.arguments import is_text
 from asynckv.config import EngineConfig, LogConfig
+from asynckv.core.attempts import head_start_of
 from asynckv.core.lease import RECALL, Lease, LeaseState
 from asynckv.core.limits import Limiter
 from asynckv.core.news import lease_granted, pull_ids
@@ -215,7 +216,7 @@ class Recorder(Observer):
         if like:
             self._ended_alike(ended, told.PullsEndedAlike, pull.params.engine_id, now)
             return
-        is_failed = pull.failed_in and not is_discharge
+        is_failed, head = pull.failed_in and not is_discharge, head_start_of(pull)
         ended = msgspec.structs.replace(
             ended,
             failed_in=pull.failed_in if is_failed else "",
@@ -226,6 +227,8 @@ class Recorder(Observer):
             peer_ranks=[source.name for source in pull.sources[:MAX_NAMED]],
             read_ranks=[source.name for source in pull.sources if source.reads][:MAX_NAMED],
             bytes=pull.measures.num_bytes if pull.reason is Reason.COMPLETE else 0,
+            pieces=None if head is None else head.num_pieces,
+            piece_bytes=None if head is None else head.num_bytes,
             descriptors=pull.measures.num_descriptors,
             posts=pull.num_posted,
             rereads=pull.measures.rereads,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from asynckv.core.attempts import Waiter
+from asynckv.core.types import Waiter
 from asynckv.errors import BlocksRetired, EngineClosed, PullCancelled, PullError, PullTimeout, ReadFailed
 from asynckv.geometry.blocks import BlockList
 from asynckv.geometry.bounds import Int64s

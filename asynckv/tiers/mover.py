@@ -19,9 +19,8 @@ from msgspec import structs
 from asynckv import told
 from asynckv.account.inspect import HeldBlocks
 from asynckv.config import OffloadConfig
-from asynckv.core.attempts import Waiter
 from asynckv.core.events import Ending
-from asynckv.core.types import Reason, TransferId
+from asynckv.core.types import Reason, TransferId, Waiter
 from asynckv.engine.driver import Driver, wait_until
 from asynckv.errors import EngineClosed, Overloaded
 from asynckv.geometry.blocks import BlockList

@@ -18,7 +18,7 @@ import numpy as np
 from asynckv.account.inspect import HeldBlocks
 from asynckv.arguments import integer, number, seconds, shown, text
 from asynckv.config import OffloadConfig
-from asynckv.core.attempts import Waiter
+from asynckv.core.types import Waiter
 from asynckv.engine.engine import Engine, Groups
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused
 from asynckv.geometry.blocks import BlockList, check_block_ids

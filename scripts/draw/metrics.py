@@ -201,10 +201,10 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "ops",
             {
                 "started": total("follows_started_total"),
-                "{{reason}}": total("follows_ended_total", "reason") + " > 0",
+                **{f"{x} {{{{reason}}}}": total(f"{x}_ended_total", "reason") + " > 0" for x in ("follows", "pieces")},
                 f"{ENGINE} open": gauge("follows"),
             },
-            "Requests that follow a ticket until their prompt is lent.",
+            "Requests that follow a ticket until their prompt is lent, and pieces of it that are read meanwhile.",
         ),
     ),
     "Prefill: leases": (
@@ -243,9 +243,8 @@ ROWS: Mapping[str, tuple[Panel, ...]] = {
             "Offers",
             "ops",
             {
-                "made": total("offers_made_total"),
                 "refused: {{reason}}": total("offers_refused_total", "reason") + " > 0",
-                "tickets taken": total("tickets_taken_total"),
+                **{x: total(f"{x}_total") for x in ("offers_made", "tickets_taken", "pieces_lent", "pieces_offered")},
                 f"{ENGINE} followers": gauge("followers"),
                 f"{ENGINE} tickets": gauge("tickets"),
             },

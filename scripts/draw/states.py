@@ -109,8 +109,8 @@ MACHINES = (
     Machine(
         "Request",
         attempts,
-        "One request over its attempts, each of which is a pull. If the prefill ranks expect another attempt, OVER "
-        "tells them that none follows.",
+        "One request over its attempts, each of which is a pull. EARLY reads pieces. If the prefill ranks expect "
+        "another attempt, OVER tells them that none follows.",
     ),
     Machine("Follow", following, "One ticket that a decode rank follows. An offer begins nothing by itself."),
     Machine(

@@ -79,7 +79,7 @@ def a_piece_that_outlives_the_last_loan(patch: pytest.MonkeyPatch) -> None:
 
     def lease_ended(self: Offers, key: Any, *args: Any) -> None:
         lent = self._pieces.get(self.tickets[key], Pieces()).lent
-        self.pieces.ended.update({lease.lent.key: lease for lease, _ in lent})  # type: ignore[attr-defined]
+        self.pieces.ended.update({piece.lease.lent.key: piece.lease for piece in lent})  # type: ignore[attr-defined]
         honest(self, key, *args)
 
     def init(self: Offers, *args: Any) -> None:

@@ -23,11 +23,12 @@ from msgspec.structs import asdict, replace
 from asynckv.core.types import Endpoint, FollowParams
 from asynckv.errors import AsyncKVError
 from asynckv.scheduler import PrefillRanks
+from asynckv.tools.bench import head_start, ucx
 from asynckv.tools.bench import protocol as p
-from asynckv.tools.bench import ucx
 from asynckv.tools.bench.blocks import Allocation, Allocator
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.floor import ROUNDS, Round
+from asynckv.tools.bench.head_start import HEAD_START, LATE, ONE_CHUNK, WAYS
 from asynckv.tools.bench.schedule import Place, Request
 from asynckv.tools.bench.workers import END_S, Host, Worker, WorkerLost, Workers
 from asynckv.tools.console import grouped
@@ -67,6 +68,7 @@ class Measured:
     pids: dict[str, int] = field(default_factory=dict)
     floor: list[Round] = field(default_factory=list)
     followed: set[int] = field(default_factory=set)  # with `--follow`; the other requests were announced
+    turns: head_start.Turns = field(default_factory=lambda: {way: [] for way in WAYS})
 
 
 class Driver:
@@ -132,7 +134,10 @@ class Driver:
         most = -(-total // ROUNDS) if self._options.floor else total
         most = self._options.concurrency if self._options.follow else most
         while done < total and not self.found.problems:
-            wave = self._allocate(self._schedule[i] for i in range(done, min(done + most, total)))
+            requests = self._schedule[done : min(done + most, total)]
+            if self._options.chunks and WAYS[done % len(WAYS)] == ONE_CHUNK:
+                requests = [x._replace(tokens=x.tokens // self._options.chunks) for x in requests]
+            wave = self._allocate(requests)
             await self._wave(groups, wave, clock_s, is_open=self._experiment.is_open)
             # The schedule's clock stops between windows. If a window took too long, the requests of the next one count
             # as late by that time, because they would have waited.
@@ -159,29 +164,33 @@ class Driver:
                 found.warmup += found.outcomes.pop(request.number)
         found.submitted, found.bytes = 0, Counter(wrong=found.bytes["wrong"])
         found.lent, found.leases = Counter(), Counter()
-        found.windows_s, found.lags, found.floor = [], [], []
+        found.windows_s, found.lags, found.floor, found.turns = [], [], [], {way: [] for way in WAYS}
         found.cpu_s = dict.fromkeys(found.cpu_s, 0.0)
 
     async def _wave(self, groups: Groups, wave: Sequence[Allocation], clock_s: float, *, is_open: bool) -> None:
         it, options, found = self._experiment, self._options, self.found
         lend: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
         pull: dict[Place, list[p.Work]] = {place: [] for place in self._engines}
-        follows = options.follow and not len(found.windows_s) % 2
+        way = WAYS[len(found.windows_s) % len(WAYS)] if options.chunks else ""
+        follows = options.follow and (bool(way) or not len(found.windows_s) % 2)
+        before = {**found.cpu_s, **found.bytes}
         for r, lent, pulled in wave:
             told = params = groups[r.lender].make_params(
                 f"prefill-{r.number}", lent, r.tokens, written=follows or not options.follow
             )
+            num_chunks = 1 if way == ONE_CHUNK else options.chunks or 0
             ticket = secrets.token_hex(16) if follows else ""
             if follows:
-                found.followed.add(r.number)
+                found.followed |= {r.number} if way in ("", HEAD_START) else set()
                 told = {k: params[k] for k in FollowParams.__struct_fields__ if k in params} | {"ticket": ticket}
             work = p.Work(r.number, lent, r.tokens, params, it.workload.chunk_tokens, list(r.chunks), ticket)
-            lend[r.lender].append(work)
+            lend[r.lender].append(replace(work, num_chunks=num_chunks))
             arrival_s = r.arrival_s - clock_s if is_open else 0.0
-            pull[r.reader].append(replace(work, lists=pulled, arrival_s=arrival_s, params=told))
+            ahead = num_chunks if way in (HEAD_START, LATE) else 0
+            pull[r.reader].append(replace(work, lists=pulled, arrival_s=arrival_s, params=told, num_chunks=ahead))
         ranks = Counter(self._roles.values())
         pools = sum(number * it.pool_bytes(role, self._num_blocks[role]) for role, number in ranks.items())
-        patience = GRACE_S + pools / FILLED_PER_S
+        patience = GRACE_S + pools / FILLED_PER_S + len(wave) * options.computed_s
         for place, workers in self._engines.items():
             for worker in workers:
                 worker.tell(p.Prepare(lend[place], pull[place]))
@@ -196,7 +205,7 @@ class Driver:
             await reader.hear(p.Done, patience)
         # Lend after the floor: it blocks the readers' loops, so earlier leases could expire meanwhile.
         lending = asyncio.ensure_future(self._lend(patience))
-        if not options.follow:
+        if not options.follow or way == LATE:
             await lending
         found.submitted += len(wave)
         for request, _, _ in wave:
@@ -207,7 +216,7 @@ class Driver:
         self._progress.note("pulling")
         await self._pull(0 if is_open else options.concurrency, longest_s)
         cpu_s = found.cpu_s["decode"] - cpu_s
-        if options.follow:
+        if options.follow and way != LATE:
             lent_at, outcomes = await lending, [o for r, _, _ in wave for o in found.outcomes[r.number] if o.ended_at]
             for outcome in outcomes:
                 outcome.seconds = outcome.ended_at - lent_at
@@ -215,6 +224,10 @@ class Driver:
         self._progress.note("comparing" if options.verify != "off" else "")
         await self._verify(patience)
         await self._finish()
+        if way:
+            costs = {name: n - before.get(name, 0) for name, n in {**found.cpu_s, **found.bytes}.items()}
+            for o in (o for r, _, _ in wave for o in found.outcomes[r.number] if not o.error):
+                found.turns[way].append({"p50_s": o.seconds, "pieces": o.pieces, **costs})
         if options.floor and not self.found.problems:
             sample = sample or await self._measure_floor(patience)
             good = [o for r, _, _ in wave for o in found.outcomes[r.number] if not o.error and o.num_bytes]
@@ -262,6 +275,7 @@ class Driver:
             found.cpu_s[self._roles[worker]] += pulled.cpu_s
             found.lags += pulled.lags
             found.blocks["decode_leaked"] += pulled.held
+            found.bytes["read"] += pulled.read_bytes
             for outcome in pulled.outcomes:
                 found.outcomes[outcome.number].append(outcome)
         found.windows_s.append(max(windows, default=0.0))

@@ -6,6 +6,7 @@ import itertools
 import math
 import socket
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from asynckv.config import NixlConfig
@@ -18,6 +19,7 @@ from asynckv.geometry.match import assign, remote_ranks
 from asynckv.geometry.packed import record_sizes
 from asynckv.geometry.staging import TYPICAL
 from asynckv.geometry.tables import PeerTables
+from asynckv.tools.bench.head_start import WAYS
 from asynckv.tools.bench.options import DEFAULT_MODEL, PROMPT_TOKENS, Options, Shape
 from asynckv.tools.bench.schedule import Engines, Place, Request, make_schedule
 from asynckv.tools.bench.workload import Workload, cached_tokens, drawn, traced
@@ -37,7 +39,7 @@ class Experiment:
     """One run, derived from its options and checked as a whole."""
 
     def __init__(self, options: Options, model: Model | None = None, workload: Workload | None = None) -> None:
-        self.options = options
+        self.options = options = replace(options, concurrency=1, follow=True) if options.chunks else options
         self.model = model or chosen(options.model, options.hf_config, DEFAULT_MODEL).resized(
             layers=options.layers, kv_heads=options.kv_heads, dtype=options.dtype
         )
@@ -50,26 +52,31 @@ class Experiment:
                 f"the trace's own times; omit one of them"
             )
         self.is_open = options.arrivals != "closed"
-        if any(self.workload.chunks) and options.prefix_hit not in ("0", "0%"):
+        self._has_hits = options.prefix_hit not in ("0", "0%")
+        if any(self.workload.chunks) and self._has_hits:
             raise ConfigError(
                 f"--prefix-hit {options.prefix_hit} was given, but for prompts that share prefixes the modelled cache "
                 f"decides the hits; set its size by --prefix-cache, or omit --prefix-hit"
             )
         self.hosts = _hosts(options)
-        if options.floor:
-            self._check_floor()
-        if options.follow and (self.is_open or options.floor or options.announced or options.remote is not None):
+        if options.floor or options.chunks:
+            self._check_alone()
+        elif options.follow and (self.is_open or options.announced or options.remote is not None):
             raise ConfigError(
                 "--follow counts from loans to results, by one clock, in a closed loop; leave out --rate, --speed, "
                 "--remote, --floor and --announced"
             )
+        if options.chunks is None and options.compute_ms is not None:
+            raise ConfigError("--compute-ms is the time of a chunk; give --chunks as well")
         NixlConfig(posting_threads=options.posters)
         cached_tokens(options.prefix_hit, 1)
         for role in self.sides:
             self.block_bytes(role)
 
-    def _check_floor(self) -> None:
-        options, ranks = self.options, [side.tp * side.pp for side in self.sides.values()]
+    def _check_alone(self) -> None:
+        """Refuse what `--floor` and `--chunks` cannot be compared with."""
+        options, lengths = self.options, self.workload.prompt_tokens
+        ranks = [side.tp * side.pp for side in self.sides.values()]
         strange = {
             "--tp, --pp": max(ranks) > 1,
             "--engines": len(self.engines.places) > 2,
@@ -78,11 +85,19 @@ class Experiment:
             "--remote": options.remote is not None,
             # Claims that were granted before the window are not timed, so the engine's share would look too good.
             "--announced": options.announced,
+            "--follow, --chunks": options.floor and options.follow,
+            "--shared-prefix, --prefix-hit": options.chunks and (any(self.workload.chunks) or self._has_hits),
         }
         if found := [name for name, is_given in strange.items() if is_given]:
             raise ConfigError(
-                f"--floor needs one prefill and one decode rank on this machine, host memory, a closed loop, and "
-                f"claims within the measured time; leave out {', '.join(found)}"
+                f"--{'floor' if options.floor else 'chunks'} needs one prefill and one decode rank on this machine, "
+                f"host memory, a closed loop, and claims within the measured time; leave out {', '.join(found)}"
+            )
+        least = (options.chunks or 0) * max(side.block_size for side in self.sides.values())
+        if options.chunks and (len(set(lengths)) > 1 or len(lengths) < len(WAYS) or lengths[0] < least):
+            raise ConfigError(
+                f"--chunks {options.chunks} needs {len(WAYS)} --requests or more of one length, with a block for each "
+                f"chunk: --prompt-tokens {least} or more"
             )
 
     def schedule(self) -> list[Request]:

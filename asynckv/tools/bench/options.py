@@ -131,6 +131,8 @@ class Options:
     process: Literal["auto", "serving", "never"] = run("auto", metavar="WHAT")
     announced: bool = run(False, "--announced")
     follow: bool = run(False, "--follow")
+    chunks: int | None = run(None, min=2, max=256)
+    compute_ms: float | None = run(None, min=0, max=60_000, show_default="60")
     second_look: float = run(0.0, min=0, max=1, metavar="SHARE")
     floor: bool = common(False, "--floor")
     memory: Literal["host", "cuda"] = run("host")
@@ -168,6 +170,10 @@ class Options:
     @property
     def lease(self) -> LeaseConfig:
         return LeaseConfig(lease_s=self.timeout_s, grant_s=min(10.0, self.timeout_s))
+
+    @property
+    def computed_s(self) -> float:
+        return (self.chunks or 0) * (60.0 if self.compute_ms is None else self.compute_ms) / 1e3
 
     @property
     def level(self) -> Literal["info", "error"]:

@@ -60,6 +60,8 @@ class Work(Struct):
     """Ids of the leading chunks, which determine the pattern of their tokens."""
     ticket: str = ""
     """With a ticket, the side that pulls gets what it follows as `params`."""
+    num_chunks: int = 0
+    """Chunks that the prefill side computes before it lends; the side that pulls takes pieces if it is told of them."""
     arrival_s: float = 0.0
     """Arrival in seconds from the opening of the window (negative if earlier); open loop only."""
 
@@ -101,6 +103,7 @@ class Outcome(Struct):
     late: float = 0.0
     """Seconds between the scheduled arrival and the call of `pull`."""
     num_bytes: int = 0
+    pieces: int = 0
     planned: int = 0
     posted: int = 0
     phases: dict[str, float] = {}
@@ -112,6 +115,7 @@ class Pulled(Struct, tag=True):
     cpu_s: float
     lags: list[float]
     outcomes: list[Outcome]
+    read_bytes: int = 0
     held: int = 0
     """Number of blocks of failed pulls that a transfer may still write."""
 

@@ -25,7 +25,8 @@ from asynckv.engine import Engine, LentRequest
 from asynckv.errors import AsyncKVError, BackendError, ConfigError, PullError
 from asynckv.keys import write_pair
 from asynckv.observe.setup import configure_logging
-from asynckv.tools.bench import garbage, ucx
+from asynckv.scheduler import PrefillRanks
+from asynckv.tools.bench import garbage, head_start, ucx
 from asynckv.tools.bench import protocol as p
 from asynckv.tools.bench.floor import Floor
 from asynckv.tools.bench.memory import CudaPool, Pool
@@ -76,6 +77,7 @@ class Worker:
         self.stopping = threading.Event()
         self.held: list[tuple[PullError, asyncio.Task[None]]] = []
         self.window: asyncio.Task[None] | None = None
+        self.ranks = PrefillRanks(setup.engine_id, [engine.endpoint], lease=self.options.lease)
         self.floor = Floor(pool, self.options.verify != "off", engine.config.pull)
 
     async def prepare(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
@@ -84,11 +86,19 @@ class Worker:
             await anyio.to_thread.run_sync(self._fill, lent, pulled)
             await self.pool.publish()
 
-    def lend(self) -> None:
+    async def lend(self) -> float:
+        """Lend what was filled, with `--chunks` once it is computed; return the CPU time from which on it counts."""
         garbage.settle()
+        cpu = time.process_time()
+        if self.options.chunks:
+            for work in self.filled:
+                await head_start.compute(self.engine, self.ranks, work, self.options.computed_s / self.options.chunks)
         self.lent_at = time.perf_counter()
         self.lent = [(work, self.engine.lend(work.params, ticket=work.ticket)) for work in self.filled]
+        if self.options.chunks:
+            return cpu  # and no sampler, which takes as much as what is compared
         self.sampler.start()
+        return time.process_time()
 
     def _fill(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
         filled: list[set[int]] = [set() for _ in self.setup.num_blocks]
@@ -115,7 +125,9 @@ class Worker:
         if self.options.announced:
             await self.announce()
         garbage.settle()
-        self.sampler.start()
+        if not self.options.chunks:
+            self.sampler.start()
+        read = self.engine.statistics().counters.get("bytes.read", 0)
         cpu, start = time.process_time(), time.perf_counter()
         if concurrency:
             queue = iter(self.works)
@@ -126,7 +138,8 @@ class Worker:
             await self._arrive(start)
         window_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu
         lags = self.sampler.stop()
-        pipe.write(p.Pulled(window_s, cpu_s, lags, self.outcomes, await self._returned()))
+        read = self.engine.statistics().counters.get("bytes.read", 0) - read
+        pipe.write(p.Pulled(window_s, cpu_s, lags, self.outcomes, read, await self._returned()))
 
     async def _reader(self, queue: Iterator[p.Work]) -> None:
         for work in queue:
@@ -159,7 +172,9 @@ class Worker:
         request_id, params, timeout_s = f"decode-{work.number}", work.params, self.options.timeout_s
         try:
             if work.ticket:
-                params = await self.engine.follow(request_id, params, wait_s=timeout_s)
+                wait_s = timeout_s + self.options.computed_s
+                groups = work.lists if work.num_chunks else None
+                params = await self.engine.follow(request_id, params, wait_s=wait_s, groups=groups)
             elif self.options.follow:
                 self.engine.announce(request_id, params)
                 await asyncio.sleep(LAG_S)  # a pull of what is known to be not lent yet does not read too early
@@ -174,7 +189,8 @@ class Worker:
             work.number,
             seconds=time.perf_counter() - due,
             late=late,
-            num_bytes=result.num_bytes,
+            num_bytes=result.num_bytes + result.piece_bytes,
+            pieces=result.num_pieces,
             planned=result.descriptors_planned,
             posted=result.descriptors_posted,
             phases=dict(result.phases),
@@ -292,7 +308,7 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
             case p.Prepare(lent, pulled):
                 await worker.prepare(lent, pulled)
             case p.Do("lend"):
-                worker.lend()
+                answer = p.Done(await worker.lend(), worker.lent_at)
             case p.Go(concurrency):
                 # The window is a task of its own, so that the loss of the driver is noticed while it is open.
                 worker.window = asyncio.create_task(_guard(worker.pull_all(concurrency, pipe), pipe))

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from asynckv.errors import AsyncKVError
-from asynckv.tools.bench import floor, machine
+from asynckv.tools.bench import floor, head_start, machine
 from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.schedule import Request
@@ -32,11 +32,12 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
     # A request that is cached whole is answered without a transfer.
     read = [outcomes for outcomes in whole if any(o.num_bytes for o in outcomes)]
     latencies = {outcomes[0].number: max(o.seconds for o in outcomes) for outcomes in read}
-    announced = latencies.keys() - found.followed if found.followed else set()
-    complete = [seconds for number, seconds in latencies.items() if number not in announced]
+    others = latencies.keys() - found.followed if found.followed else set()
+    complete = [seconds for number, seconds in latencies.items() if number not in others]
+    announced = set[int]() if experiment.options.chunks else others
     calls = [max(o.seconds - o.late for o in outcomes) for outcomes in read]
     busy_s = sum(max((o.seconds - o.late for o in outcomes), default=0.0) for outcomes in found.outcomes.values())
-    window = sum(found.windows_s)
+    window, loan = sum(found.windows_s), "last chunk" if experiment.options.chunks else "loan"
     moved = sum(o.num_bytes for o in good)
     phases = {name: [o.phases.get(name, 0.0) for o in good if o.num_bytes] for name in PHASES} | {
         "release": found.release_s
@@ -67,7 +68,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "announced_s": quantiles([latencies[number] for number in announced], p50=0.5, p90=0.9, p99=0.99, max=1.0),
         "pull_s": quantiles(calls, p50=0.5, p90=0.9, p99=0.99, max=1.0),
         "schedule": {
-            "clock": "scheduled arrival" if experiment.is_open else "loan" if found.followed else "call of pull",
+            "clock": "scheduled arrival" if experiment.is_open else loan if found.followed else "call of pull",
             "scheduled_per_s": found.submitted / found.scheduled_s if found.scheduled_s else 0.0,
             "achieved_per_s": len(whole) / window if window else 0.0,
             "late_s": quantiles([o.late for o in every], p50=0.5, p99=0.99, max=1.0),
@@ -88,6 +89,7 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
         "problems": found.problems + floor.faults(found.floor),
         "errors": _errors(found),
         **floor.summary(found.floor),
+        **head_start.summary(found.turns),
     }
 
 

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from asynckv.arguments import without_control
-from asynckv.tools.bench import floor, report
+from asynckv.tools.bench import floor, head_start, report
 from asynckv.tools.bench.schedule import Engines
 from asynckv.tools.output import print_table
 
@@ -40,7 +40,8 @@ def verdict(found: dict[str, Any]) -> str:
 def parts(found: dict[str, Any]) -> list[Part]:
     beside_floor, notes = floor.table(found)
     floors = [Part(beside_floor, floor.HEAD, notes=notes)] if beside_floor or notes else []
-    return [_reached(found), _latencies(found), *_histogram(found), _cost(found), *floors, _run(found)]
+    turns = [Part(rows, head_start.HEAD)] if (rows := head_start.rows(found)) else []
+    return [_reached(found), *turns, _latencies(found), *_histogram(found), _cost(found), *floors, _run(found)]
 
 
 def show(found: dict[str, Any], console: Console) -> None:
@@ -81,10 +82,10 @@ def _reached(found: dict[str, Any]) -> Part:
         f"{prefix['lent_shared']:,} of {prefix['lent_blocks']:,} lent blocks were lent to another request as well"
     )
     blocks = "{prefill_leaked:,} leaked on prefill, {decode_leaked:,} on decode, {quarantined:,} in quarantine"
+    speed = "{gbytes_per_s:.3f} GB/s, {requests_per_s:,.1f} requests/s".format(**found["throughput"]) + apart
     return _rows(
         {
-            "throughput": "{gbytes_per_s:.3f} GB/s, {requests_per_s:,.1f} requests/s".format(**found["throughput"])
-            + apart,
+            "throughput": "" if "head_start" in found else speed,  # pieces move outside of the windows
             "requests": ", ".join(counts),
             "prefixes": shared if prefix["shared"] else "",
             "bytes": f"{moved['moved']:,} moved, {moved['wanted']:,} wanted, {compared}, {moved['wrong']:,} wrong",
@@ -157,7 +158,7 @@ def _cost(found: dict[str, Any]) -> Part:
             "measured": f"{windows['seconds']:.3f} s{several}",
             "schedule": "" if found["config"]["arrivals"] == "closed" else schedule,
             "CPU": "prefill {prefill:.2f} s, decode {decode:.2f} s".format(**found["cpu_s"]),
-            "event loop lag": f"p99 {_seconds(lag['p99'])}, max {_seconds(lag['max'])}{busy}",
+            "event loop lag": f"p99 {_seconds(lag['p99'])}, max {_seconds(lag['max'])}{busy}" if lag["p99"] else "",
             "descriptors": "{planned:,} planned, {posted:,} posted after merging".format(**found["descriptors"]),
             "warm-up": warm,
         }

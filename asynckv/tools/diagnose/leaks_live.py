@@ -86,7 +86,7 @@ class _Log:
 
     def of_pull(self, status: RequestStatus) -> Record:
         state = "announced" if status.kind == "announced" else status.state
-        may_wait = status.kind in ("announced", "follow")
+        may_wait = status.kind in ("announced", "follow", "early")
         level = "warning" if not may_wait and status.state_s >= _late_s(status) else "info"
         fields: dict[str, Any] = {"waits": status.waits, "requests": 1, "oldest": [_pull(status)]}
         return self._say(told.PullHeld, level=level, state=state, **fields)
