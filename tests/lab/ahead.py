@@ -31,7 +31,7 @@ from asynckv.embed import EngineDesk, LendPiece, Order
 from asynckv.embed import Follow as FollowOrder
 from asynckv.embed.ledgers import DecodeLedger, Fetch, PrefillLedger, State
 from asynckv.embed.orders import Finished
-from asynckv.errors import AsyncKVError, EngineClosed, NoOffer
+from asynckv.errors import AsyncKVError, EngineClosed, NoOffer, PlanRefused
 from asynckv.geometry.layout import ONE_PER_REQUEST, Group, Layout, Memory, View, attention_view, dense_part, shard
 from asynckv.scheduler import PieceSizes, PrefillRanks
 from asynckv.testing.fabric import Transfer
@@ -185,6 +185,8 @@ class Rank(StagedRank):
         """Prefill: computations whose blocks were taken back."""
         self.pieces: defaultdict[str, list[str]] = defaultdict(list)
         self.ended: Counter[str] = Counter()
+        self.unfit: set[int] = set()
+        """Decode: requests of which it begins no head start."""
         data = WorldData(process, f"agent-{process.name}", self.arrays, self.layout.memories)
         data.on_post, data.on_land, data.on_done = self._posted, self._landing, self._done
         data.costs = STAGED if script.seed % 2 else None
@@ -227,7 +229,7 @@ class Rank(StagedRank):
         """Note what a rank lends, for the rules about packets."""
         wire, service = self.service.wire, self.service
         engine: Any = self.engine
-        lend, lend_piece = engine.lend, engine.lend_piece
+        lend, lend_piece, begin_early = engine.lend, engine.lend_piece, engine._begin_early
 
         def token_of(params: Any) -> str:
             token = msgspec.convert(params["key"], Key).token
@@ -246,7 +248,12 @@ class Rank(StagedRank):
             wire.spent(process, engine.incarnation, token)
             service.met(PIECE, service.tickets[ticket], process)
 
-        engine.lend, engine.lend_piece = lends, lends_piece
+        def begins_early(waiter: Any, request_id: str, *args: Any, **options: Any) -> Any:
+            if number_of(request_id) in self.unfit:
+                raise PlanRefused(f"request {request_id} does not fit")
+            return begin_early(waiter, request_id, *args, **options)
+
+        engine.lend, engine.lend_piece, engine._begin_early = lends, lends_piece, begins_early
 
     def pieces_ended(self, process: Process, ticket: str) -> None:
         for token in self.pieces.pop(ticket, ()):
@@ -987,6 +994,8 @@ class AheadService(Stage):
             case "cancel" | "cached":
                 name = f"D{number}{'~n1' * (ask.again_s >= 0.0 and self.dice.random() < 0.3)}"
                 self.decoders[ask.engine].cancel(name, releases=fault.kind == "cached")
+            case "unfit":
+                self.dice.choice(self.decoders[ask.engine].ranks).unfit.add(number)
             case kind if job is not None:
                 getattr(self.prefill, kind)(job)
             case _:
