@@ -14,7 +14,8 @@ from asynckv.core.parking import AT_ONCE
 from asynckv.core.pull import Kind, PullRequest
 from asynckv.core.types import Cohort, Endpoint, FollowParams, KVTransferParams, Reason, ReplyTo, decode_params
 from asynckv.core.wire import Follow, Offered, decode_packet, encode_offer
-from asynckv.embed import EngineDesk, Finished, Lend, Offer, PrefillLedger, Refused
+from asynckv.embed import EngineDesk, Finished, Lend, Offer, PrefillLedger, Pull, Refused, StartEarly
+from asynckv.embed import Follow as FollowOrder
 from asynckv.testing import SimData
 from tests.engines import Bench, until
 from tests.test_follows import OTHER, TICKET, target_of
@@ -517,3 +518,25 @@ def test_a_piece_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(10):
         offers.follow(Follow(TICKET, 99 + number, Cohort("decode"), 0), ReplyTo(b"x"), "s", 0.0, "", "")
     assert len(encoded) == 1, "as a loan is; params of a long prompt take a millisecond"
+
+
+@pytest.mark.anyio
+async def test_a_pull_that_does_not_say_that_it_goes_on_leaves_no_flight() -> None:
+    """When the desk is closed, such a flight is reported as failed and retired, though its request is complete."""
+    async with Bench(False).pair() as (prefill, decode, group):
+        desk = EngineDesk(decode.engine)
+        desk.submit([FollowOrder("d", target_of(prefill.engine), takes_pieces=True)])
+        await until(lambda: prefill.engine.is_followed(TICKET))
+        piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
+        prefill.engine.lend_piece(piece, TICKET)
+        await until(lambda: desk.has_news)
+        (offer,) = desk.take_finished().offered
+        desk.submit([StartEarly(request_id="d", groups=[(0, list(HERE))], params=offer.params)])
+        await until(lambda: prefill.engine.is_followed(TICKET))
+        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
+        prefill.engine.lend(params, ticket=TICKET)
+        await until(lambda: desk.has_news)
+        desk.take_finished()
+        desk.submit([Pull(request_id="d", groups=[(0, list(HERE))], params=params)])
+        await until(lambda: desk.has_news)
+        assert not desk._flights

@@ -114,7 +114,7 @@ class Follows:
             return following  # its successor answers, and only the asked rank has seen the nonce
         elif following.rank.place[1] != sender:
             self._outbox.counters["dropped.foreign_answer"] += 1
-        elif offered.is_piece and following.state is S.FOLLOWING:
+        elif offered.is_piece and following.state is S.FOLLOWING and following.have >= 0:
             if (piece := self._params(following, offered, now)) is not None:
                 # The rank knows of the follower no more. It asks again with what it has by then, or after this pause.
                 following.pause_s = MAX_CLAIM_PAUSE_S

@@ -474,7 +474,7 @@ class RankCore:
         elif following is not None:
             self.decode.follows.end(following, Reason.CANCELLED, Reason.CANCELLED.value, now)
         if request is not None:
-            if request.state is RequestState.EARLY and params is not None:
+            if not request.is_known and params is not None:
                 request.wanted, request.is_known = replace(request.wanted, params=params), True
             request.stop(Reason.CANCELLED, is_last=True)
             self._go_on(request, now)

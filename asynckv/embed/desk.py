@@ -236,11 +236,13 @@ class EngineDesk:
                 self._begin(order, engine._begin_follow, lambda x: Offer(order.request_id, engine._offer_of(x)), given)
             case StartEarly():
                 self._begin(order, engine._begin_early, engine._result_of, given)
-            case Pull(goes_on=True):
-                self._go_on(order, given)
             case Pull():
-                del given["goes_on"]
-                self._begin(order, engine._begin_pull, engine._result_of, given)
+                flights = self._flights.get((Pull, str(order.request_id)), ())
+                early = next((x for x in flights if isinstance(x.order, StartEarly) and not x.is_held), None)
+                if given.pop("goes_on") is True or early is not None:
+                    self._go_on(order, early, given)
+                else:
+                    self._begin(order, engine._begin_pull, engine._result_of, given)
             case Load():
                 offload = self._offload()
                 self._begin(order, offload._begin_load, offload._loaded, given)
@@ -319,11 +321,8 @@ class EngineDesk:
                 return
             raise
 
-    def _go_on(self, order: Pull, given: dict[str, Any]) -> None:
+    def _go_on(self, order: Pull, flight: _Flight | None, given: dict[str, Any]) -> None:
         """Go on from pieces to the whole request, or release it if they have failed and were reported."""
-        del given["goes_on"]
-        flights = self._flights.get((Pull, order.request_id), ())
-        flight = next((x for x in flights if isinstance(x.order, StartEarly) and not x.is_held), None)
         if flight is not None:
             flight.order = order
             with suppress(AsyncKVError):

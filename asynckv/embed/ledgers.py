@@ -878,9 +878,7 @@ class PrefillLedger(_Ledger):
             LocalProtocolError: It is no report. A rank without one may have died: `rank_died`.
         """
         self._check_report(rank, finished)
-        for ticket in finished.followed:
-            if self._tickets.get(ticket, True):  # a follower may be ahead of its request
-                remember(self.followed, ticket, None, MAX_TICKETS)
+        self.followed_by(finished.followed)
         for end in finished.finished_sending:
             # If the engine was closed before its grants ended, readers may read until its process ends (`rank_died`).
             if (loan := self._loans.get(end.request_id)) is not None and end.cause != "closed":
@@ -891,6 +889,12 @@ class PrefillLedger(_Ledger):
                 if (loan := self._loans.get(str(refused.order.params["request_id"]))) is not None:
                     self._ended(loan, rank)
                     self._withdraw(loan)  # no reader can read the whole request without this rank
+
+    def followed_by(self, tickets: Collection[str]) -> None:
+        """Record tickets whose followers wait for a piece; `update` does. A follower may be ahead of its request."""
+        for ticket in tickets:
+            if self._tickets.get(ticket, True):
+                remember(self.followed, ticket, None, MAX_TICKETS)
 
     def ended(self, request_id: str) -> None:
         """Record that a loan ended on all ranks. For workers that agree among themselves, as in vLLM."""
