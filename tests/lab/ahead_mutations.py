@@ -307,11 +307,10 @@ def a_pull_that_begins_anew(patch: pytest.MonkeyPatch) -> None:
     """A rank whose head start has failed, and was reported, pulls the whole request after all."""
     honest = EngineDesk._go_on
 
-    def go_on(self: EngineDesk, order: Any, given: dict[str, Any]) -> None:
-        if self._flights.get((type(order), order.request_id)):
-            honest(self, order, given)
+    def go_on(self: EngineDesk, order: Any, flight: Any, given: dict[str, Any]) -> None:
+        if flight is not None:
+            honest(self, order, flight, given)
         else:
-            del given["goes_on"]
             self._begin(order, self.engine._begin_pull, self.engine._result_of, given)
 
     patch.setattr(EngineDesk, "_go_on", go_on)
