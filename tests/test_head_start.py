@@ -104,7 +104,7 @@ class Service:
         self.world.check()
         for rank in self.prefill:
             offers = rank.core.prefill.offers
-            assert [offers.pieces, offers.unread, offers._pieces, offers.lent] == [{}] * 4
+            assert [offers.pieces, offers._pieces, offers.lent, offers.unread] == [{}, {}, {}, set()]
             assert rank.core.is_idle
         assert all(rank.core.is_idle for rank in self.decode)
 
@@ -318,7 +318,7 @@ def test_pieces_end_with_their_loan_or_ticket_in_the_same_call(way: str) -> None
             release = Release(params.key, "p", cohort, "x", Outcome.COMPLETE)
             core.prefill.receive(release, ReplyTo(b""), "s", world.time(prefill))
         assert lease.is_over
-    assert [offers.pieces, offers.unread] == [{}] * 2
+    assert [offers.pieces, offers.unread] == [{}, set()]
 
 
 def test_no_piece_is_lent_under_a_ticket_that_has_ended_or_is_lent() -> None:

@@ -13,7 +13,7 @@ from asynckv.core.attempts import RequestState
 from asynckv.core.parking import AT_ONCE
 from asynckv.core.pull import Kind, PullRequest
 from asynckv.core.types import Cohort, Endpoint, FollowParams, KVTransferParams, Reason, ReplyTo, decode_params
-from asynckv.core.wire import Follow, Offered, decode_packet, encode_offer
+from asynckv.core.wire import Follow, Offered, Unfollow, decode_packet, encode_offer
 from asynckv.embed import EngineDesk, Finished, Lend, Offer, PrefillLedger, Pull, Refused, StartEarly
 from asynckv.embed import Follow as FollowOrder
 from asynckv.testing import SimData
@@ -331,16 +331,11 @@ def test_a_piece_is_offered_to_few_followers_at_once() -> None:
     assert counters(prefill)["pieces.offered"] <= AT_ONCE, "the others repeat themselves, as for a loan"
 
 
-class _Unlooked(dict[str, Any]):
-    def items(self) -> Any:
-        raise AssertionError("all tickets are looked through for a request without one")
-
-
 def test_a_grant_of_a_request_without_a_ticket_looks_at_no_piece() -> None:
     service = Service()
     world, (prefill,), (decode,) = service.world, service.prefill, service.decode
     service.piece(0, 1)
-    prefill.core.prefill.offers.unread = _Unlooked(prefill.core.prefill.offers.unread)
+    prefill.core.prefill.offers.piece_granted = pytest.fail  # type: ignore[method-assign, assignment]
     params, _ = world.lent(prefill, "plain", [8])
     pull = world.pull(decode, "plain", [8], params)
     world.run()
@@ -540,3 +535,60 @@ async def test_a_pull_that_does_not_say_that_it_goes_on_leaves_no_flight() -> No
         desk.submit([Pull(request_id="d", groups=[(0, list(HERE))], params=params)])
         await until(lambda: desk.has_news)
         assert not desk._flights
+
+
+def test_a_difference_is_not_forgotten_when_a_later_piece_is_read_well() -> None:
+    service = Service(pull=PullConfig(second_look=1.0))
+    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service.early(1)
+    for transfer_id in list(decode.reads):
+        world.complete(decode, transfer_id)
+    prefill.buffers.overwrite(THERE[0], 0xDD)
+    (following,) = service.follows
+    nonce = following.nonces[-1]  # of a follow that the prefill rank has answered before it hears of another one
+    world.run()
+    assert counters(decode) == {"pieces.differs": 1}
+    again = encode_offer(service.piece(0, 3))
+    address, sender = following.rank.place
+    decode.core.decode.receive(Offered(TICKET, nonce, again, is_piece=True), address, sender, world.time(decode))
+    world.settle(decode)
+    world.run(0.1)
+    assert counters(decode) in ({"pieces.differs": 1}, {"pieces.differs": 1, "pieces.complete": 1})
+    service.pull(service.lend()[0])
+    world.run(0.1)
+    (request,) = service.requests
+    assert request.pull is not None
+    assert request.pull.reason is not Reason.COMPLETE, "the request names the same blocks"
+
+
+def test_a_rank_whose_follow_has_ended_pulls_what_another_rank_was_offered() -> None:
+    """Its time was over just before the order to pull came."""
+    service = Service(1, 2)
+    world, (_, second) = service.world, service.decode
+    service.early(1)
+    world.run()
+    late = service.follows[1]
+    second.core.decode.follows.end(late, Reason.NO_OFFER, "offered nothing in time", world.time(second))
+    world.settle(second)
+    world.run()
+    params, _ = service.lend()
+    world.run()
+    assert service.follows[0].params == params
+    service.pull(params)
+    service.ended_well()
+
+
+@pytest.mark.anyio
+async def test_followers_of_tickets_without_end_add_a_bounded_number_of_news() -> None:
+    async with Bench(False).pair() as (prefill, _, _):
+        desk = EngineDesk(prefill.engine)
+        driver = prefill.engine._driver
+        offers = driver.core.prefill.offers
+        for number in range(20_000):
+            ticket = f"{number:032x}"
+            offers.follow(Follow(ticket, number, Cohort("c"), 0), ReplyTo(b"x"), "s", driver.clock.now(), "", "")
+            offers.unfollow(Unfollow(ticket, number), ReplyTo(b"x"), "s")
+            if number % 100 == 0:
+                driver.at_once()
+        driver.at_once()
+        assert len(desk._news) < 20_000, "an engine without steps never takes them"

@@ -76,7 +76,7 @@ class HeadStart:
     def is_of(self, params: KVTransferParams) -> bool:
         """Return True if these may be the params of the request that is followed, as far as this rank knows."""
         follows = self.following
-        return follows is None or follows.is_open or (follows.params is not None and follows.params.key == params.key)
+        return follows is None or follows.params is None or follows.params.key == params.key
 
     def rest(self, blocks: tuple[BlockList, ...], num_tokens: int, params: KVTransferParams) -> tuple[BlockList, ...]:
         """Return what the request's pull has to fill of these blocks, from a whole block of each group on.

@@ -19,6 +19,7 @@ proves the read (`core/source.py`), because an ended piece grants nothing.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from msgspec import Raw
 
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.limits import remember
-from asynckv.core.outbox import Outbox, TicketFollowed
+from asynckv.core.outbox import Outbox
 from asynckv.core.parking import AT_ONCE, ParkedMessage, Parking
 from asynckv.core.types import Key, KVTransferParams, Reason, ReplyTo
 from asynckv.core.wire import Follow, Offered, Unfollow, encode_offer
@@ -64,7 +65,9 @@ class Offers:
         self.lent: dict[str, tuple[Lease, Raw]] = {}
         self.tickets: dict[Key, str] = {}  # of the same requests
         self.pieces: dict[Key, Lease] = {}  # no timer wakes these
-        self.unread: dict[str, Lease] = {}  # the newest piece of each ticket, until all its readers were granted it
+        self.unread = set[Key]()  # of the newest piece of each ticket, until all its readers were granted it
+        self.on_followed: Callable[[str], None] = lambda _: None
+        """Hears of tickets with a follower that waits for a piece. The engine sets it."""
         self._pieces: dict[str, Pieces] = {}
         self._ended: OrderedDict[str, Reason] = OrderedDict()
         self._parking, self._outbox, self._max_ended = parking, outbox, max_ended
@@ -99,37 +102,32 @@ class Offers:
             return
         self._outbox.counters["pieces.lent"] += 1
         begin = max([runs.first_token for runs in params.groups if runs.runs], default=params.num_tokens)
+        self.unread -= {piece.lease.lent.key for piece in pieces.lent[-1:]}
         pieces.lent.append(LentPiece(lease, begin, params.num_tokens, encode_offer(params)))
-        self.pieces[lease.lent.key] = self.unread[ticket] = lease
+        self.pieces[lease.lent.key] = lease
+        self.unread.add(lease.lent.key)
         parked = self._parking.by_key.get(ticket, {}).items()
         takers = [x for x in parked if isinstance(x[1].message, Follow) and pieces.behind(x[1].message) is not None]
         for place, taker in takers[:AT_ONCE]:
             self._parking.drop(ticket, place)
             self._answer(taker)
-        self._tell_if_followed(ticket)  # a follower that can take nothing of this one waits on for the next
+        if self.is_followed(ticket):  # by one that can take nothing of this piece, and waits for the next
+            self.on_followed(ticket)
 
     def end_pieces(self, ticket: str) -> None:
         """Take back all pieces of a ticket: when this returns, no claim of them is granted any more."""
-        self.unread.pop(ticket, None)
         for piece in self._pieces.pop(ticket, Pieces()).lent:
             self.pieces.pop(piece.lease.lent.key, None)
-
-    def end_all_pieces(self) -> None:
-        for ticket in list(self._pieces):
-            self.end_pieces(ticket)
+            self.unread.discard(piece.lease.lent.key)
 
     def piece_granted(self, lease: Lease) -> None:
         """Note that a reader has a piece. Once all have it, nothing of the ticket is read before the next one."""
         if len(lease.attempts) >= lease.num_readers:
-            for ticket in [ticket for ticket, newest in self.unread.items() if newest is lease]:
-                del self.unread[ticket]
+            self.unread.discard(lease.lent.key)
 
     def is_followed(self, ticket: str) -> bool:
         """Return True if a follower of the cohort that is offered pieces waits for one."""
-        parked = [each.message for each in self._parking.by_key.get(ticket, {}).values()]
-        waiting = [x.cohort.id for x in parked if isinstance(x, Follow) and x.have >= 0]
-        pieces = self._pieces.get(ticket)
-        return bool(waiting) and (pieces is None or not pieces.cohort_id or pieces.cohort_id in waiting)
+        return any(self._wants_pieces(each.message) for each in self._parking.by_key.get(ticket, {}).values())
 
     def lease_ended(self, key: Key, reason: Reason) -> None:
         ticket = self.tickets.pop(key)
@@ -145,8 +143,8 @@ class Offers:
             self._answer(ParkedMessage(message, reply_to, sender, now, proven), closed_as)
         elif not self._parking.park(message.ticket, "", message, reply_to, sender, now, proven):
             self._outbox.counters["parked.refused"] += 1
-        else:
-            self._tell_if_followed(message.ticket)
+        elif self._wants_pieces(message):
+            self.on_followed(message.ticket)
 
     def unfollow(self, message: Unfollow, reply_to: ReplyTo, sender: str) -> None:
         self._parking.drop(message.ticket, ("", sender, reply_to), message.nonce)
@@ -177,6 +175,8 @@ class Offers:
     def _piece_behind(self, follow: Follow) -> Raw | None:
         return None if (pieces := self._pieces.get(follow.ticket)) is None else pieces.behind(follow)
 
-    def _tell_if_followed(self, ticket: str) -> None:
-        if self.is_followed(ticket):
-            self._outbox.commands.append(TicketFollowed(ticket))
+    def _wants_pieces(self, message: object) -> bool:
+        if not isinstance(message, Follow) or message.have < 0:
+            return False
+        pieces = self._pieces.get(message.ticket)
+        return pieces is None or pieces.cohort_id in ("", message.cohort.id)

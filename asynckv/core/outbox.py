@@ -97,12 +97,6 @@ class FollowReached(Struct, frozen=True):
     piece: KVTransferParams | None = None
 
 
-class TicketFollowed(Struct, frozen=True):
-    """A follower waits for a piece of the request that came with a ticket."""
-
-    ticket: str
-
-
 class LeaseOver(Struct, frozen=True):
     lease: Lease
 
@@ -128,7 +122,6 @@ Command = (
     | PullReached
     | RequestReached
     | FollowReached
-    | TicketFollowed
     | LeaseOver
     | PeerReached
     | Traced

@@ -157,7 +157,9 @@ class RankCore:
 
     def _release_late(self, following: Following, now: float) -> None:
         assert following.params is not None
-        if any(pull.params.key == following.params.key for pull in self.decode.pulls.values()):
+        keys = [pull.params.key for pull in self.decode.pulls.values()]
+        keys += [request.wanted.params.key for request in self.decode.between.values()]
+        if following.params.key in keys:
             return  # another rank was offered it, and this one reads it
         cohort_id = following.cohort.id if following.cohort.id != self.cohort.id else ""
         with suppress(AsyncKVError):
@@ -532,7 +534,8 @@ class RankCore:
         self._stop_requests(now)
         for pull in list(self.decode.by_request.values()):
             self.decode.cancel(pull, now)
-        self.prefill.offers.end_all_pieces()
+        for ticket in list(self.prefill.offers._pieces):
+            self.prefill.offers.end_pieces(ticket)
         for lease in list(self.prefill.leases.values()):
             self.prefill.revoke(lease, now, how)
 

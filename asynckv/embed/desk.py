@@ -57,6 +57,7 @@ AWAITED: Mapping[type, str] = {Follow: "offered", StartEarly: PULLED, Pull: PULL
 
 ENDING = (*AWAITED, Lend, Lookup)  # orders that are always reported
 FINISH_S = 0.25
+MAX_FOLLOWED = 4096  # tickets that wait to be taken as followed
 
 
 class Recall:
@@ -331,7 +332,7 @@ class EngineDesk:
         self.engine.cancel(order.request_id, order.params, cohort_id=order.cohort_id)
 
     def _followed_by(self, ticket: str) -> None:
-        if ticket not in self._followed:
+        if ticket not in self._followed and len(self._followed) < MAX_FOLLOWED:  # followers repeat themselves
             self._followed.add(ticket)
             self._tell("followed", ticket, is_awaited=False)
 

@@ -216,6 +216,11 @@ class Fetch:
     takes_pieces: bool = False
 
     @property
+    def lent(self) -> dict[str, Any] | None:
+        """Its params, as `Cancel` takes them; None until they are offered."""
+        return None if self.params is None else self.plain
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens, from the prompt's start, that are in place on every rank."""
         return min((result.num_tokens for result in self.results.values()), default=0)
@@ -406,7 +411,7 @@ class DecodeLedger(_Ledger):
             self._outcome.received.remove(fetch)
             self._outcome.free.append(fetch)
         if before in (State.FOLLOWING, State.EARLY, State.QUEUED):
-            self._order(Cancel(fetch.name, None if fetch.params is None else fetch.plain))
+            self._order(Cancel(fetch.name, fetch.lent))
         elif before is State.PULLING:
             # If no rank lives, none takes the pull and releases the request, so that the next one needs its params.
             self._order(Cancel(fetch.name, fetch.plain if fetch.ranks is None and not self._living else None))
@@ -610,10 +615,10 @@ class DecodeLedger(_Ledger):
         if is_unbegun and not fetch.is_released:
             # This rank released nothing, so it needs the params. On the others the same order only ends the pull.
             fetch.is_released = True
-            self._order(Cancel(fetch.name, None if fetch.params is None else fetch.plain))
+            self._order(Cancel(fetch.name, fetch.lent))
         elif fetch.state is State.EARLY:
             # The ranks follow on, and one that has failed here does not know the params that came since.
-            self._order(Cancel(fetch.name, None if fetch.params is None else fetch.plain))
+            self._order(Cancel(fetch.name, fetch.lent))
         elif fetch.state is State.PULLING and fetch.ranks:
             self._order(Cancel(fetch.name))
         self._move(fetch, Event.FAIL)
@@ -798,6 +803,8 @@ class PrefillLedger(_Ledger):
                 this id waits for its KV.
         """
         if self._missing:
+            if ticket:
+                self.end_pieces(ticket)
             raise LocalProtocolError(f"rank {min(self._missing)} has died: nothing can be lent before rank_joined")
         request_id = text("request_id", request_id, MAX_ID, 1)
         readers = set(texts("decode_engines", decode_engines, MAX_RANKS, MAX_NAME))
@@ -844,7 +851,7 @@ class PrefillLedger(_Ledger):
 
         If its KV is not in the blocks yet, it ends at once: stop computing it. Blocks with a running grant return when
         the grant ends (after `lease.grant_s`, 10 s, at most). Those of a request that may be recalled return when each
-        rank has carried out the order (`EngineThread.recall` waits for that).
+        rank has carried out the order (`EngineThread.recall` waits for that), as do those with pieces.
         """
         if (loan := self.get(request_id)) is not None:
             self._withdraw(loan)

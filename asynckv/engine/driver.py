@@ -37,7 +37,6 @@ from asynckv.core.outbox import (
     PullReached,
     RemovePeer,
     RequestReached,
-    TicketFollowed,
     Traced,
 )
 from asynckv.core.peer import Peer
@@ -171,6 +170,7 @@ class Driver:
         self.core, self._is_serving, now = core, False, self.clock.now()
         self.survey, self.inspect, self.watch = survey, survey.inspect, Watch()
         core.on_question, core.on_overdue = survey.hear, self.watch.add
+        core.prefill.offers.on_followed = lambda ticket: self.safely(self.on_followed, ticket)
         self.began_at, self.data_down = min(self.began_at, now), ""
         self._beat_at = now + IDLE_BEAT_S
         self._sign_at = now + core.config.lease.lease_s / 2
@@ -514,8 +514,6 @@ class Driver:
                     case FollowReached(following, _, piece):
                         if piece is not None and following.waiter is not None and following.is_open:
                             following.waiter.offered(following, piece)
-                    case TicketFollowed(ticket):
-                        self.on_followed(ticket)
                     case LeaseOver(lease):
                         if lease.on_end is not None:
                             lease.on_end()

@@ -413,13 +413,13 @@ class Engine:
                 written.
         """
         self._home.here(self.lend)
-        if type(num_readers) is not int or not 0 < num_readers <= MAX_RANKS:
-            num_readers = integer("num_readers", num_readers, 1, MAX_RANKS)
-        wanted, driver = decode_params(params), self._driver
+        driver, now = self._driver, self._clock.now()
         driver.soon()  # first, because nothing may begin without a turn
-        now = self._clock.now()
         checked = check_ticket(ticket) if not isinstance(ticket, str) or ticket else ""
         try:
+            if type(num_readers) is not int or not 0 < num_readers <= MAX_RANKS:
+                num_readers = integer("num_readers", num_readers, 1, MAX_RANKS)
+            wanted = decode_params(params)
             lease = driver.core.lend(wanted, num_readers, now, checked)
         except AsyncKVError:
             if checked:  # its caller takes the blocks for free, and pieces must not outlive them
@@ -576,8 +576,8 @@ class Engine:
         ranks, and cancel the others. An offer that comes after the end is released by this rank alone.
 
         With `groups` the rank has a head start: it fills these blocks with pieces that the prefill engine lends
-        meanwhile (`lend_piece`). Give `pull` the same id and blocks then. If this raises, or you `cancel` the request,
-        wait for `returned` before anything else uses the blocks.
+        meanwhile (`lend_piece`). Give `pull` the same id and blocks then, without `announce`. If this raises, or you
+        `cancel` the request, wait for `returned` before anything else uses the blocks.
 
         Args:
             request_id: The decode side's id.
