@@ -31,7 +31,7 @@ from asynckv.embed import EngineDesk, LendPiece, Order
 from asynckv.embed import Follow as FollowOrder
 from asynckv.embed.ledgers import DecodeLedger, Fetch, PrefillLedger, State
 from asynckv.embed.orders import Finished
-from asynckv.errors import AsyncKVError, EngineClosed, NoOffer
+from asynckv.errors import AsyncKVError, EngineClosed, NoOffer, PlanRefused
 from asynckv.geometry.layout import ONE_PER_REQUEST, Group, Layout, Memory, View, attention_view, dense_part, shard
 from asynckv.scheduler import PieceSizes, PrefillRanks
 from asynckv.testing.fabric import Transfer
@@ -185,6 +185,8 @@ class Rank(StagedRank):
         """Prefill: computations whose blocks were taken back."""
         self.pieces: defaultdict[str, list[str]] = defaultdict(list)
         self.ended: Counter[str] = Counter()
+        self.unfit: set[int] = set()
+        """Decode: requests of which it begins no head start."""
         data = WorldData(process, f"agent-{process.name}", self.arrays, self.layout.memories)
         data.on_post, data.on_land, data.on_done = self._posted, self._landing, self._done
         data.costs = STAGED if script.seed % 2 else None
@@ -227,7 +229,7 @@ class Rank(StagedRank):
         """Note what a rank lends, for the rules about packets."""
         wire, service = self.service.wire, self.service
         engine: Any = self.engine
-        lend, lend_piece, end_pieces = engine.lend, engine.lend_piece, engine.end_pieces
+        lend, lend_piece, begin_early = engine.lend, engine.lend_piece, engine._begin_early
 
         def token_of(params: Any) -> str:
             token = msgspec.convert(params["key"], Key).token
@@ -238,20 +240,20 @@ class Rank(StagedRank):
             token = token_of(params)
             handle = lend(params, **options)
             wire.spent(process, engine.incarnation, token)
-            service.counts_of("loans", 1)
             return handle
 
         def lends_piece(params: Any, ticket: str) -> None:
             self.pieces[ticket].append(token := token_of(params))
             lend_piece(params, ticket)
             wire.spent(process, engine.incarnation, token)
-            service.met(PIECE, service.number_of(ticket), process)
+            service.met(PIECE, service.tickets[ticket], process)
 
-        def ends_pieces(ticket: str) -> None:
-            self.pieces_ended(process, ticket)
-            end_pieces(ticket)
+        def begins_early(waiter: Any, request_id: str, *args: Any, **options: Any) -> Any:
+            if number_of(request_id) in self.unfit:
+                raise PlanRefused(f"request {request_id} does not fit")
+            return begin_early(waiter, request_id, *args, **options)
 
-        engine.lend, engine.lend_piece, engine.end_pieces = lends, lends_piece, ends_pieces
+        engine.lend, engine.lend_piece, engine._begin_early = lends, lends_piece, begins_early
 
     def pieces_ended(self, process: Process, ticket: str) -> None:
         for token in self.pieces.pop(ticket, ()):
@@ -538,7 +540,12 @@ class Prefill(Side):
         self.running.remove(job)
         job.blocks, job.computed, job.written, job.lent_to, job.sizes = [], 0, {}, 0, PieceSizes()
         self.back(blocks)
-        self._send(lambda rank: rank.overwrite(blocks, computation))
+
+        def taken_back(rank: Rank) -> None:
+            rank.pieces_ended(rank.process, job.ticket)
+            rank.overwrite(blocks, computation)
+
+        self._send(taken_back)
 
     def withdraw(self, job: Job) -> None:
         if job.params is not None and not job.is_over:
@@ -598,7 +605,7 @@ class Prefill(Side):
 
     def ready(self, job: Job) -> int:
         """Return the tokens that are written on every rank."""
-        return min((job.written.get(rank, 0) for rank in range(len(self.ranks))), default=0)
+        return min(job.written.get(rank, 0) for rank in range(len(self.ranks)))
 
     def lend(self, job: Job) -> None:
         """Lend what is finished: the whole prompt, or a piece."""
@@ -887,6 +894,11 @@ class AheadService(Stage):
     _fate: Any = Service._fate
     _transfer_fate: Any = Service._transfer_fate
     _arrives: Any = FollowService._arrives
+    _meet_agent: Any = Service._meet_agent
+    _lose_agent: Any = Service._lose_agent
+    _meet_forget: Any = Service._meet_forget
+    _meet_garbage: Any = Service._meet_garbage
+    _meet_hostile: Any = Service._meet_hostile
 
     def __init__(
         self, script: AheadScript, doors: Callable[[Process], Doors] = Doors, listeners: Sequence[Listener] = ()
@@ -895,13 +907,15 @@ class AheadService(Stage):
         self.script, world = script, self.world
         self.dice = world.random_of("ahead")
         self.lines = Lines(self)
-        self.wire = wire = Wire(world, PULL, LEASE.grant_s / 3, True)
+        self.wire = wire = Wire(world, PULL, LEASE.grant_s / 3, not any(f.kind == "forget" for f in script.faults))
+        world.is_calm = lambda until: not script.faults
         world.fate, world.transfer_fate, world.censor = self._fate, self._transfer_fate, self._censor
         world.on_sent, world.on_delivered, world.on_heard = wire.sent, wire.delivered, self._heard
         self.loans: dict[str, Loan] = {}
         self.tickets: dict[str, int] = {}
         self.scribbled: set[int] = set()
         """Computations into whose blocks somebody else has written."""
+        self.is_garbled = bool({"garbage", "hostile"} & {fault.kind for fault in script.faults})
         self._moments: list[Fault] = []
         own = [Rank(self, "prefill", 0, i, name) for i, name in enumerate(script.prefill_names)]
         others = [
@@ -936,12 +950,6 @@ class AheadService(Stage):
                 again = partial(self.decoders[engine].follow, ask, bearing, f"D{ask.number}~n1")
                 self.world.at(at + ask.again_s, again)
 
-    def number_of(self, ticket: str) -> int:
-        return self.tickets[ticket]
-
-    def counts_of(self, what: str, count: int) -> None:
-        self.outcomes[what] += count
-
     def hashes(self, ask: AheadAsk, count: int, *, is_ours: bool) -> list[str]:
         """Return the hashes of a prompt, as the decode engine (`is_ours`) or the prefill engine has them."""
         agrees = ask.tokens if ask.agrees < 0 or not is_ours else ask.agrees
@@ -961,8 +969,6 @@ class AheadService(Stage):
     def _meet(self, fault: Fault) -> None:
         if fault.when in MOMENTS:
             self._moments.append(fault)
-        elif begin := getattr(self, f"_begin_{fault.kind}", None):
-            begin(fault)
         elif meet := getattr(self, f"_meet_{fault.kind}", None):
             for name in fault.who:
                 meet(self.ranks[name], fault)
@@ -988,6 +994,8 @@ class AheadService(Stage):
             case "cancel" | "cached":
                 name = f"D{number}{'~n1' * (ask.again_s >= 0.0 and self.dice.random() < 0.3)}"
                 self.decoders[ask.engine].cancel(name, releases=fault.kind == "cached")
+            case "unfit":
+                self.dice.choice(self.decoders[ask.engine].ranks).unfit.add(number)
             case kind if job is not None:
                 getattr(self.prefill, kind)(job)
             case _:
@@ -1034,7 +1042,7 @@ class AheadService(Stage):
     def _heard(self, process: Process, packet: bytes) -> None:
         self.wire.heard(process, packet)
         for message in found.messages if (found := about_tickets(packet)) else ():
-            if isinstance(message, Follow):
+            if isinstance(message, Follow) and message.ticket in self.tickets:
                 self.met(FOLLOWED, self.tickets[message.ticket], process)
         for loan in [self.loans.get(m.key.token) for m in found.messages if isinstance(m, Claim)] if found else ():
             if loan is not None and loan.is_piece:
@@ -1106,7 +1114,7 @@ class AheadService(Stage):
         is_stuck = any(not t.is_over for t in rank.data.running.values())
         left = {
             "internal errors": core.outbox.counters["internal_errors"],
-            "malformed packets": core.outbox.counters["dropped.malformed"],
+            "malformed packets": not self.is_garbled and core.outbox.counters["dropped.malformed"],
             "followed requests": core.decode.follows.by_id,
             "offered requests": offers.lent or offers.tickets,
             "pieces": offers.pieces or offers._pieces or offers.unread,

@@ -110,7 +110,7 @@ def an_offer_of_another_ticket(patch: pytest.MonkeyPatch) -> None:
 
     def behind(self: Offers, follow: Follow) -> Any:
         found = [each.behind(msgspec.structs.replace(follow, ticket=ticket)) for ticket, each in self._pieces.items()]
-        return next((piece for piece in reversed(found) if piece is not None), None) if follow.have >= 0 else None
+        return next((piece for piece in reversed(found) if piece is not None), None)
 
     patch.setattr(Offers, "_piece_behind", behind)
 
@@ -121,7 +121,11 @@ def an_offer_of_another_ticket(patch: pytest.MonkeyPatch) -> None:
 @planted
 def a_gap_taken_for_read(patch: pytest.MonkeyPatch) -> None:
     """A rank offers the newest piece, wherever that begins, and its reader counts from there."""
-    patch.setattr(Pieces, "behind", lambda pieces, follow: pieces.lent[-1][1])
+
+    def behind(pieces: Pieces, follow: Follow) -> Any:
+        return pieces.lent[-1].params if follow.have >= 0 and pieces.lent else None
+
+    patch.setattr(Pieces, "behind", behind)
     honest = HeadStart.lists
 
     def lists(self: HeadStart, piece: Any) -> Any:
@@ -304,7 +308,7 @@ def a_pull_that_begins_anew(patch: pytest.MonkeyPatch) -> None:
     honest = EngineDesk._go_on
 
     def go_on(self: EngineDesk, order: Any, flight: Any, given: dict[str, Any]) -> None:
-        if self._flights.get((type(order), order.request_id)):
+        if flight is not None:
             honest(self, order, flight, given)
         else:
             self._begin(order, self.engine._begin_pull, self.engine._result_of, given)

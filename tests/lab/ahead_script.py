@@ -16,13 +16,14 @@ MOST_TOKENS, CACHED = 96, 16
 FULL, WINDOW, STATE = "tokens", "window", "state"
 WINDOW_TOKENS = 20
 
-SHAPED = ("preempt", "abort", "withdraw", "recall", "cancel", "cached", "scribble")
-OF_RANKS = ("crash", "close", "freeze", "pause")
-OF_PACKETS = ("loss", "delay", "duplicate", "offer_loss", "offer_delay", "offer_repeat")
+SHAPED = ("preempt", "abort", "withdraw", "recall", "cancel", "cached", "scribble", "unfit")
+OF_RANKS = ("crash", "close", "freeze", "pause", "agent", "forget", "garbage", "hostile")
+OF_PACKETS = ("partition", "loss", "delay", "duplicate", "offer_loss", "offer_delay", "offer_repeat")
 OF_READS = ("slow", "fail", "doubt", "stuck")
 AHEAD_FAULTS = (*SHAPED, *OF_RANKS, *OF_PACKETS, *OF_READS)
 """Kinds of faults that a script may hold. `preempt` takes the blocks of a prompt that is computed, and computes it anew
-in others; `withdraw` and `recall` take its last loan back; `scribble` writes into blocks that are lent."""
+in others; `withdraw` and `recall` take its last loan back; `scribble` writes into blocks that are lent. A rank that
+is `unfit` begins no head start of a request."""
 
 FOLLOWED, PIECE, READ, LANDED, CLAIMED, OFFERED, PULLED = (
     "when it is followed",
@@ -70,10 +71,10 @@ class AheadAsk:
     def __str__(self) -> str:
         return (
             f"{self.at:8.3f} s  request {self.number}: {self.tokens} tokens, {self.cached} cached, read by engine "
-            f"{self.engine}{f' and {self.stranger}' * (self.stranger >= 0)}, {self.late_s:.3f} s late, {self.lease_s:g} s"
+            f"{self.engine}{f' and {self.stranger}' * (self.stranger >= 0)}, {self.late_s:.3f} s late"
             f"{f', again after {self.again_s:.3f} s' * (self.again_s >= 0)}{', may be recalled' * self.recall}"
             f"{f', wanted {self.wanted}' * (self.wanted > 0)}{f', agrees to {self.agrees}' * (self.agrees >= 0)}"
-            f"{', without pieces' * (not self.takes_pieces)}"
+            f"{', without pieces' * (not self.takes_pieces)}, lent for {self.lease_s:g} s"
         )
 
 
@@ -190,7 +191,8 @@ def _draw(rng: random.Random, kind: str, asks: Sequence[AheadAsk], names: Sequen
     ask = rng.choice(asks)
     seconds, p = rng.choice([0.05, 0.5, 2.0]) * rng.uniform(0.5, 1.5), rng.choice([0.1, 0.3, 1.0])
     if kind in SHAPED or (kind in ("crash", "close") and rng.random() < 0.6):
-        when = rng.choice(MOMENTS[1:9] if kind == "preempt" else MOMENTS[5:7] if kind == "scribble" else MOMENTS)
+        moments = {"preempt": MOMENTS[1:9], "scribble": MOMENTS[5:7], "unfit": MOMENTS[:1]}
+        when = rng.choice(moments.get(kind, MOMENTS))
         side = () if kind in SHAPED else (rng.choice(["p", "d"]),)
         at = ask.at + rng.choice([0.0, rng.random() * 0.5])
         return Fault(kind, at, seconds, (str(ask.number), *side), p, when=when)

@@ -124,7 +124,7 @@ def simulate(
     console = Console(stderr=json == "-")
     rate = found.seeds / found.seconds if found.seconds else 0.0
     num_faults = sum(n for k, n in found.counts.items() if k.startswith("fault."))
-    done = "load.done" if offload else "pull.complete"
+    done = "load.done" if offload else "request.received" if head_start else "pull.complete"
     console.print(
         f"{found.seeds:,} services in {found.seconds:.1f} s ({rate:.0f} per second): "
         f"{found.counts[done]:,} {done.partition('.')[0]}s complete, {num_faults:,} faults, "

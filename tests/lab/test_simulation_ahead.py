@@ -31,12 +31,11 @@ def test_services_with_head_starts_keep_every_promise() -> None:
         "lease.revoked",
         "offers.of_pieces",
         "pieces.cancelled",
-        "pieces.read_failed",
         "pieces.unknown_key",
         "preempted",
-        "request.cancelled.early",
-        "request.failed.rank_died",
+        "request.failed.differs",
         "request.refused",
+        "retired",
     ):
         assert found.counts[what] > 0, what
     assert found.counts["pieces.complete"] > found.counts["request.early"] > 100
@@ -48,7 +47,7 @@ def test_many_more_services_with_head_starts_keep_every_promise() -> None:
     found = simulate_many(range(300_000, 300_600), AHEAD_FAULTS, jobs=os.cpu_count() or 1, make=make_ahead_script)
     assert found.seeds == 600
     assert found.violations == {}
-    for kind in ("crash", "close", "preempt", "abort", "withdraw", "recall", "cancel", "cached", "scribble"):
+    for kind in (*SHAPED, "crash", "close"):
         assert found.counts[f"moment.{kind}"] > 0, kind
     assert found.counts["request.failed.differs"] > 0
 
@@ -88,7 +87,7 @@ def test_a_fault_at_every_moment_breaks_no_promise(kind: str) -> None:
     calm = replace(calm, asks=tuple(ask for ask in calm.asks if ask.number in (0, 3)), looks=1.0)
     counts = Counter[str]()
     sides = [("0",)] if kind in SHAPED else [("0", "p"), ("0", "d")]
-    for when, who, seed in itertools.product(dict.fromkeys(MOMENTS), sides, range(3)):
+    for when, who, seed in itertools.product(dict.fromkeys(MOMENTS), sides, range(2)):
         found = play(replace(calm, seed=seed, faults=(Fault(kind, 0.0, 0.3, who, when=when),)))
         assert found.violation == "", (when, who, seed)
         counts += found.counts
@@ -100,7 +99,15 @@ def test_a_seed_gives_the_same_run_twice() -> None:
         assert list(run(seed).events(1 << 30)) == list(run(seed).events(1 << 30))
 
 
-SEEN = {"a_piece_that_outlives_the_last_loan": 35}
+SEEN = {
+    "a_gap_taken_for_read": 5,
+    "a_piece_that_outlives_the_last_loan": 91,
+    "a_pull_that_begins_anew": 3695,
+    "a_tail_cleared_over_the_next_piece": 14,
+    "padding_taken_for_tokens": 14,
+    "the_last_pull_beside_a_read_that_hangs": 5,
+    "what_one_rank_has_taken_for_all": 5,
+}
 """Seeds that were seen to catch a bug, where none of the first few does: they are tried first."""
 
 
