@@ -326,9 +326,13 @@ class EngineDesk:
         """Go on from pieces to the whole request, or release it if they have failed and were reported."""
         if flight is not None:
             flight.order = order
-            with suppress(AsyncKVError):
+            try:
                 self.engine._begin_pull(flight, **given)
                 return
+            except AsyncKVError:
+                pass  # the cancellation is its end
+            except Exception as exc:
+                self.engine._recorder.internal_error(exc, self.engine._clock.now())
         self.engine.cancel(order.request_id, order.params, cohort_id=order.cohort_id)
 
     def _followed_by(self, ticket: str) -> None:

@@ -15,6 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from asynckv.core.types import KVTransferParams, decode_params
+from asynckv.embed.ledgers import MAX_TICKETS
 from asynckv.embed.orders import (
     Cancel,
     EndPieces,
@@ -87,7 +88,7 @@ class Prefill(Side):
         if not isinstance(order, LendPiece):
             return
         params = decode_params(order.params)
-        name, end = params.request_id.rpartition("/")[0], params.num_tokens
+        name, end = params.request_id.partition(" tokens of ")[2], params.num_tokens
         assert params.written
         assert params.recall is True
         request, held = self.scheduler.requests[name], self.scheduler.kv_cache_manager.get_block_ids(name)
@@ -225,9 +226,8 @@ def test_a_ticket_may_be_followed_before_its_request_has_come() -> None:
 
 def test_tickets_that_no_request_brings_are_forgotten() -> None:
     side = Side(extra=EARLY)
-    side.half.reported(FollowReports([], [], [next(tickets) for _ in range(5000)]))
-    assert len(side.half._followed) <= 1024
-    assert not side.half.loans.followed
+    side.half.reported(FollowReports([], [], [next(tickets) for _ in range(MAX_TICKETS + 9)]))
+    assert len(side.half.loans.followed) == MAX_TICKETS
 
 
 @pytest.mark.parametrize(("tokens", "least"), [(511, 512), (2000, 0), (2000, 2001)])
