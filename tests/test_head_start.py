@@ -387,6 +387,32 @@ def test_a_pull_with_other_blocks_is_refused_and_changes_nothing() -> None:
     service.ended_well()
 
 
+def test_nothing_else_fills_or_lends_the_blocks_of_a_head_start_between_its_pieces() -> None:
+    service = Service()
+    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service.early(1)
+    world.run()
+    assert not decode.reads
+    other, _ = world.lent(prefill, "other", [9])
+    for call in (
+        lambda: decode.core.pull(PullRequest("x", [(0, [2])], other), 0, 30.0, world.time(decode)),
+        lambda: decode.core.start_early(PullRequest("y", [(0, [4])], other), world.time(decode)),
+        lambda: world.lent(decode, "z", [3]),
+    ):
+        with pytest.raises(LocalProtocolError, match="still being written by a pull of 'd'"):
+            call()
+    service.pull(service.lend()[0])
+    world.run(0.1)
+    assert decode.inspect.holds(0.0) == ()
+    assert len(decode.core.ledger) == 0
+    assert reason_of(service) is Reason.COMPLETE
+
+
+def reason_of(service: Service) -> Reason | None:
+    (request,) = service.requests
+    return None if request.pull is None else request.pull.reason
+
+
 def test_a_piece_of_another_prompt_is_not_read_and_the_whole_is() -> None:
     service = Service()
     world, (decode,) = service.world, service.decode
@@ -442,7 +468,7 @@ def test_a_rank_makes_progress_for_readers_until_all_of_them_have_the_newest_pie
 
 def head(first: int = 0, num_blocks: int = 4) -> HeadStart:
     layout = make_layout()
-    return HeadStart(layout, check_block_ids(layout, [(first, list(range(1, 1 + num_blocks)))]), None)
+    return HeadStart(layout, "e", check_block_ids(layout, [(first, list(range(1, 1 + num_blocks)))]), None)
 
 
 def test_a_head_start_begins_behind_what_is_cached() -> None:

@@ -30,10 +30,12 @@ from asynckv.embed.ledgers import (
 from asynckv.embed.orders import (
     Announce,
     Cancel,
+    EndPieces,
     Failed,
     Finished,
     Follow,
     Lend,
+    LendPiece,
     Offer,
     Order,
     Pull,
@@ -1507,3 +1509,55 @@ def test_copies_of_a_scheduler_mint_keys_of_their_own() -> None:
         group = each if isinstance(each, PrefillRanks) else each.ranks
         keys.append(str(group.make_params("x", [(0, [9])], 16)["key"][0]))
     assert len(set(keys)) == 3
+
+
+# -- head starts, one by one -----------------------------------------------------------------------
+
+
+def early(*offers: Offer) -> DecodeLedger:
+    """Return a ledger of one rank with a request whose blocks pieces fill."""
+    ledger = DecodeLedger(1)
+    ledger.follow("a", to_follow(TICKET), takes_pieces=True)
+    ledger.take_orders()
+    ledger.update(0, Finished(offered=[Offer("a", new_params("piece"), is_piece=True)]))
+    ledger.start_early("a", [(0, [1, 2])])
+    ledger.take_orders()
+    ledger.update(0, Finished(offered=[*offers]))
+    return ledger
+
+
+def test_a_pull_behind_a_head_start_names_its_blocks() -> None:
+    ledger = early(Offer("a", new_params()))
+    with pytest.raises(LocalProtocolError, match="give the blocks of start_early"):
+        ledger.pull("a", [(0, [1, 3])])
+    ledger.pull("a", ((0, (1, 2)),))
+    assert [order.goes_on for order in ledger.take_orders() if isinstance(order, Pull)] == [True]
+
+
+def test_a_head_start_that_is_offered_nothing_fails_for_that_reason() -> None:
+    ledger = early()
+    ledger.update(0, Finished(not_offered=[no_offer("a")], failed=[failed("a", failed_in="head_start")]))
+    (fetch,) = ledger.take_outcome().failed
+    assert isinstance(fetch.errors[0], NoOffer)
+
+
+def test_pieces_of_two_requests_do_not_share_a_ticket() -> None:
+    ledger = PrefillLedger(ranks_of())
+    assert ledger.take_ticket(TICKET)
+    ledger.lend_piece("a", TICKET, [(0, [1])], 16)
+    with pytest.raises(LocalProtocolError, match="under the ticket of another"):
+        ledger.lend_piece("b", TICKET, [(0, [2])], 16)
+    ledger.lend("b", [(0, [2])], 16, ticket=TICKET)
+    assert [type(order) for order in ledger.take_orders()] == [LendPiece, EndPieces, Lend]
+    with pytest.raises(LocalProtocolError, match="under the ticket of another"):
+        ledger.lend_piece("a", TICKET, [(0, [1])], 16)
+
+
+def test_no_piece_waits_for_a_rank_that_takes_the_place_of_a_dead_one() -> None:
+    ledger = PrefillLedger(ranks_of())
+    ledger.lend_piece("a", TICKET, [(0, [1])], 16)
+    for rank in range(NUM_RANKS):
+        ledger.rank_died(rank)
+    ledger.lend_piece("a", TICKET, [(0, [1])], 16)
+    ledger.rank_joined(0, {"tp_rank": 0, "address": "tcp://127.0.0.1:9", "incarnation": "new"})
+    assert ledger.take_orders() == []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from asynckv.account.waits import readers, waits, waits_for
-from asynckv.core.attempts import blocks_of
+from asynckv.core.attempts import Request, blocks_of
 from asynckv.core.flow import READING, WAITING
 from asynckv.core.following import Following
 from asynckv.core.lease import Lease
@@ -22,7 +22,7 @@ from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Kind, Pull
 from asynckv.core.rank import RankCore
 from asynckv.core.source import ReleaseState, Source
-from asynckv.core.types import KVTransferParams, PullId
+from asynckv.core.types import KVTransferParams
 from asynckv.told import StepWait
 
 MAX_DETAIL = 200
@@ -146,7 +146,7 @@ class Tally:
             self.unanswered += pull.kind is not Kind.PIECE and any(
                 x.covered_until == -math.inf for x in pull.sources if x.reads
             )
-        elif (hold := ledger.get(pull.pull_id)) is not None:
+        elif (hold := ledger.get(_holder(pull))) is not None:
             self.blocks_quarantined += hold.num_blocks
 
 
@@ -218,7 +218,14 @@ class Inspector:
 
     def holds(self, now: float) -> tuple[HeldBlocks, ...]:
         """Return the holders of blocks, and the requests that wait for another attempt at filling theirs."""
-        return self._holds(self._ledger, now) + self.between_attempts(now)
+        early = self._early()
+        return self._holds([hold for hold in self._ledger if hold.holder not in early], now) + self.between_attempts(
+            now
+        )
+
+    def _early(self) -> set[str]:
+        """Return the holders of blocks that pieces fill."""
+        return {x.head.holder for x in self._decode.between.values() if x.head is not None and not x.attempts}
 
     def sharing(
         self, requests: Collection[KVTransferParams], now: float, *, has_ended: bool = False
@@ -233,15 +240,13 @@ class Inspector:
         shared = self._ledger.shared(params.groups for params in requests)
         return self._holds([hold for hold in shared if hold.holder not in free], now)
 
-    def _holds(self, holdings: Collection[Holding] | Ledger, now: float) -> tuple[HeldBlocks, ...]:
+    def _holds(self, holdings: Collection[Holding], now: float) -> tuple[HeldBlocks, ...]:
         if not holdings:
             return ()
         leases = {key.token: lease for key, lease in self._prefill.leases.items()}
-        pulls, occupants = self._decode.pulls, self._ledger.occupants
+        pulls, occupants = {_holder(pull): pull for pull in self._decode.pulls.values()}, self._ledger.occupants
         return tuple(
-            self._hold(
-                hold, pulls.get(PullId(hold.holder)) or leases.get(hold.holder) or occupants.get(hold.holder), now
-            )
+            self._hold(hold, pulls.get(hold.holder) or leases.get(hold.holder) or occupants.get(hold.holder), now)
             for hold in sorted(holdings, key=lambda h: h.since)
         )
 
@@ -297,8 +302,8 @@ class Inspector:
         holders = {hold.holder for hold in self._ledger}
         leases = {key.token: lease.lent.request_id for key, lease in self._prefill.leases.items()}
         names = leases | {hold.holder: hold.request_id for hold in self._ledger}  # a token must stay secret
-        expected = set(leases) | set(self._ledger.occupants)
-        expected |= {p.pull_id for p in self._decode.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
+        expected = set(leases) | set(self._ledger.occupants) | self._early()
+        expected |= {_holder(p) for p in self._decode.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
         for holder in sorted(holders ^ expected):
             name = f"request {names[holder]!r}" if holder in names else holder
             wrong.append(f"{name} holds {'blocks without a lease, pull or job' if holder in holders else 'no blocks'}")
@@ -344,7 +349,10 @@ class Inspector:
 
 
 def _holder(request: Lease | Pull) -> str:
-    return request.lent.key.token if isinstance(request, Lease) else request.pull_id
+    if isinstance(request, Lease):
+        return request.lent.key.token
+    owner = request.owner if request.kind is Kind.PIECE else None
+    return owner.head.holder if isinstance(owner, Request) and owner.head is not None else request.pull_id
 
 
 def _held_as(pull: Pull) -> tuple[str, float]:

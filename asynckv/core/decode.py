@@ -158,8 +158,8 @@ class DecodeSide:
         if lists is None:
             self._route(pull, now)
             return
-        self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
-        if pull.kind is not KIND.PIECE:
+        if pull.kind is not KIND.PIECE:  # whose head start holds the blocks
+            self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
             self.started.add(pull.pull_id)
         if ready is not None:
             for peer in ready.peers:
@@ -764,7 +764,10 @@ class DecodeSide:
             return
         if self.between.get(pull.request_id) is request:
             self._timers.wake(request, now)  # also of a piece, behind which the request waits
-        elif request.state is RequestState.OVER and not (pull.is_returned and pull.is_retired):  # else given up before
+            return
+        if pull.is_returned and request.head is not None:
+            self._ledger.drop(request.head.holder)
+        if request.state is RequestState.OVER and not (pull.is_returned and pull.is_retired):  # else given up before
             self._outbox.commands.append(RequestReached(request, M.RETIRED if pull.is_retired else M.RETURNED))
 
     def _queue(self, pull: Pull) -> None:

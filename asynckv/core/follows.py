@@ -41,8 +41,8 @@ class Follows:
         """Follow a ticket. The caller has made way for its rank."""
         ticket = following.target.ticket
         if (other := self._by_ticket.get(ticket)) is not None or following.request_id in self.by_request:
-            name = (other or following).request_id
-            raise LocalProtocolError(f"request {name[:200]!r} follows a ticket already; cancel it first")
+            name, what = (other or following).request_id, "this ticket" if other is not None else "a ticket"
+            raise LocalProtocolError(f"request {name[:200]!r} follows {what} already; cancel it first")
         self.by_request[following.request_id] = self.by_id[following.follow_id] = following
         self._by_ticket[ticket] = following
         self._left.pop(ticket, None)  # or a late offer to that one would release what this one is offered

@@ -25,6 +25,7 @@ class HeadStart:
     """The pieces of one request on one rank. All of them bring the same groups; the request's pull reads the others."""
 
     layout: Layout
+    holder: str  # name under which the ledger holds its blocks until its pull holds them, or nothing writes them
     blocks: tuple[BlockList, ...]  # of the whole request, per group
     hashes: Sequence[str] | None
     following: Following | None = None  # what offers the pieces, and the whole; None if that had ended before

@@ -275,11 +275,13 @@ class RankCore:
             raise LocalProtocolError(f"request {name[:200]!r} is being pulled already; it needs no head start")
         layout = self.identity.layout
         blocks = check_block_ids(layout, wanted.groups, wanted.num_tokens)
-        self.ledger.check("writing", {group: ids for group, (_, ids) in enumerate(blocks)})
+        held = self.ledger.check("writing", {group: ids for group, (_, ids) in enumerate(blocks)})
         following = self.decode.follows.by_request.get(name)
         until = (now if following is None else following.deadline) + self.config.pull.announce_s
         request = Request(wanted, 0, self.config.pull.retry_s, until, now, RequestState.EARLY, 0, is_known=False)
-        request.head = HeadStart(layout, blocks, wanted.hashes, following, waiting=wanted.params)
+        holder = f"{self._pull_prefix}e{next(self._pull_ids)}"
+        request.head = HeadStart(layout, holder, blocks, wanted.hashes, following, waiting=wanted.params)
+        self.ledger.hold(holder, "writing", name, held, now)
         self.decode.between[name] = request
         self.timers.wake(request, until)
         self._ahead(request, now)
@@ -313,11 +315,10 @@ class RankCore:
         asked = PullRequest(name, (), piece, following.cohort.id, priority=MAX_INTEGER)
         before = request.pull
         try:
-            held = self.ledger.check("writing", {group: ids for group, (_, ids) in enumerate(lists.local)})
             request.pull = pull = self._make_pull(asked, wait_s, now, KIND.PIECE)
             pull.owner = request
-            self.decode.start(pull, lists, held, now + wait_s, now)
-        except AsyncKVError:  # its blocks are in use, or its ranks cannot be read
+            self.decode.start(pull, lists, {}, now + wait_s, now)
+        except AsyncKVError:  # its ranks cannot be read
             self.outbox.counters["pieces.refused"] += 1
             request.pull = before
             self.decode.follows.ask(following, -1, now)
@@ -348,6 +349,7 @@ class RankCore:
         blocks = check_block_ids(self.identity.layout, wanted.groups, num_tokens)
         if request.head is not None:
             blocks = request.head.rest(blocks, num_tokens, params)
+            self.ledger.drop(request.head.holder)
         # Check before anything is started, so that a caller with a wrong block may ask again with another.
         written = {}
         for group, (_, ids) in enumerate(blocks):  # a comprehension is one more call
@@ -414,6 +416,8 @@ class RankCore:
             return self.decode.cancel(request.pull, now, request.stopped or Reason.TIMEOUT)  # its end comes back here
         del self.decode.between[name]
         self.timers.forget(request)
+        if request.head is not None and request.is_free:
+            self.ledger.drop(request.head.holder)
         bug: Exception | None = None
         if request.state is RequestState.TRYING:
             try:

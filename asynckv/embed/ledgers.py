@@ -379,6 +379,8 @@ class DecodeLedger(_Ledger):
             raise LocalProtocolError(f"request {request_id[:200]!r} was not announced, or is over")
         if (goes_on := fetch.state is State.EARLY) and fetch.params is None:
             raise LocalProtocolError(f"request {request_id[:200]!r} has a head start, and is not offered yet: may_pull")
+        if goes_on and [(first, list(ids)) for first, ids in groups] != [(x, list(ids)) for x, ids in fetch.groups]:
+            raise LocalProtocolError(f"request {request_id[:200]!r} has a head start: give the blocks of start_early")
         self._move(fetch, Event.PULL)
         fetch.groups = groups
         self._order(
@@ -610,7 +612,7 @@ class DecodeLedger(_Ledger):
 
     def _fail(self, fetch: Fetch, rank: int, error: Exception) -> None:
         """Record a failure, and cancel the pull on the other ranks, because their parts are not needed any more."""
-        fetch.errors[rank] = error
+        fetch.errors.setdefault(rank, error)  # that it is not offered, before that its head start was cancelled
         is_unbegun = not getattr(error, "failed_in", "") and rank not in self._missing
         if is_unbegun and not fetch.is_released:
             # This rank released nothing, so it needs the params. On the others the same order only ends the pull.
@@ -715,6 +717,7 @@ class PrefillLedger(_Ledger):
         self._of: dict[str, list[Loan]] = {}  # the same by the scheduler's ids, the newest last
         self._free: list[Loan] = []
         self._tickets: dict[str, bool] = {}  # all that requests have brought, oldest first; False if they are over
+        self._pieces_of: dict[str, str] = {}  # requests with pieces, by ticket
         self.followed = dict[str, None]()  # tickets of followers that wait for a piece, until `lend_piece` makes one
 
     def __len__(self) -> int:
@@ -755,12 +758,16 @@ class PrefillLedger(_Ledger):
         """
         if self._missing:
             return  # no reader could read the whole piece
+        if self._pieces_of.setdefault(check_ticket(ticket), request_id) != request_id or not self._tickets.get(
+            ticket, True
+        ):
+            raise LocalProtocolError(f"request {request_id[:200]!r} lends a piece under the ticket of another request")
         name = f"{num_tokens} tokens of {request_id}"[:MAX_ID]
         params = self.ranks.make_params(
             name, groups, num_tokens, written=True, hashes=hashes, hash_tokens=hash_tokens, recall=True
         )
         self.followed.pop(ticket, None)
-        self._order(LendPiece(params, check_ticket(ticket)))
+        self._order(LendPiece(params, ticket))
 
     def end_pieces(self, ticket: str) -> None:
         """Take back the pieces of a request: each rank grants nothing of them once it has carried out the order."""
@@ -824,6 +831,8 @@ class PrefillLedger(_Ledger):
         )
         loan = self._loans[name] = Loan(request_id, name, params, groups, readers, written, ticket=ticket)
         self._of.setdefault(request_id, []).append(loan)
+        if self._pieces_of.get(ticket, request_id) != request_id:
+            self.end_pieces(ticket)
         self._close_ticket(ticket)
         if written:
             self._order(Lend(params, ticket=ticket))
@@ -912,6 +921,8 @@ class PrefillLedger(_Ledger):
     def rank_died(self, rank: int) -> None:
         """Record that a rank has died, and take back all requests, because its part of each is lost."""
         self._missing.add(self._check(rank))
+        # The rank that takes its place has not written these.
+        self._orders = {n: order for n, order in self._orders.items() if not isinstance(order, LendPiece)}
         for loan in list(self._loans.values()):
             self._withdraw(loan)
             self._ended(loan, rank)
@@ -936,6 +947,7 @@ class PrefillLedger(_Ledger):
     def _close_ticket(self, ticket: str) -> None:
         """Make no more pieces of a ticket's request, even if a late report says that it is followed."""
         self.followed.pop(ticket, None)
+        self._pieces_of.pop(ticket, None)
         if ticket in self._tickets:
             self._tickets[ticket] = False
 

@@ -65,7 +65,8 @@ class Announce(Order, frozen=True):
 
 class Pull(Order, frozen=True, kw_only=True):
     """Fill blocks with a lent request's KV (`Engine.pull`). Always reported: `Finished.finished_recving`, `failed` or
-    `refused`."""
+    `refused`. With `goes_on` its `StartEarly` is reported instead, once for both.
+    """
 
     request_id: str
     groups: Sequence[tuple[int, Sequence[int | None]]]
