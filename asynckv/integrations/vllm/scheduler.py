@@ -438,7 +438,8 @@ class SchedulerHalf:
             self.pulls.not_offered(0, failed)
         for offer in reports.offered:
             self.pulls.offered(0, offer)
-            if offer.is_piece and (queued := self._following.get(offer.request_id)) is not None:
+        for name in {offer.request_id for offer in reports.offered if offer.is_piece}:
+            if (queued := self._following.get(name)) is not None:
                 queued.hashes = self._hashes(queued)
         if reports.offered:
             self._offered.update(name for name, each in self._following.items() if each.fetch.params is not None)
