@@ -53,7 +53,7 @@ class HeadStart:
         local = list[BlockList]()
         for group, (first, ids) in enumerate(self.blocks):
             start, size = max(first, self.have), self.layout.groups[group].block_size
-            if group not in brings or not len(ids):
+            if group not in brings or not len(ids) or start >= end:
                 local.append((end, ids[:0]))
             elif piece.groups[group].first_token > start or first // size + len(ids) < -(-end // size):
                 return None
@@ -92,7 +92,7 @@ class HeadStart:
         for group in self.groups:
             (first, ids), (filled_from, filled) = blocks[group], self.blocks[group]
             size = self.layout.groups[group].block_size
-            places = -(-have // size) - first // size
+            places = max(-(-have // size) - first // size, 0)
             if first != filled_from or not np.array_equal(ids[:places], filled[:places]):
                 raise LocalProtocolError(f"group {group} names other blocks than those that the request's pieces fill")
             start = have - have % size
@@ -103,9 +103,10 @@ class HeadStart:
 
 def _agreed(piece: KVTransferParams, params: KVTransferParams) -> int:
     """Return the number of a piece's tokens on which its hashes agree with a later piece's, or with the request's."""
-    if piece.hash_tokens != params.hash_tokens:
+    every = piece.hash_tokens
+    if every != params.hash_tokens:
         return 0
-    whole = piece.num_tokens // piece.hash_tokens if piece.hash_tokens else 0
-    if piece.hashes[:whole] == params.hashes[:whole]:
+    whole = piece.num_tokens // every if every else 0
+    if whole * every == piece.num_tokens * bool(every) and piece.hashes[:whole] == params.hashes[:whole]:
         return piece.num_tokens
-    return common_prefix(piece.hashes, params.hashes, piece.hash_tokens, piece.num_tokens)
+    return common_prefix(piece.hashes, params.hashes, every, piece.num_tokens)

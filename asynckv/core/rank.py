@@ -161,6 +161,8 @@ class RankCore:
         keys += [request.wanted.params.key for request in self.decode.between.values()]
         if following.params.key in keys:
             return  # another rank was offered it, and this one reads it
+        if any(x.head is not None and x.head.following is following for x in self.decode.between.values()):
+            return  # its caller hears of the offer too, and decides
         cohort_id = following.cohort.id if following.cohort.id != self.cohort.id else ""
         with suppress(AsyncKVError):
             # Under a name of its own, because the request's may be another's by now.

@@ -111,6 +111,10 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         finished: tuple[bool, dict[str, Any] | None] = self._scheduler.finished(request, block_ids)
         return finished
 
+    def reset_cache(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.reset()
+
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.has_orders
 

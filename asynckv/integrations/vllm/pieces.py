@@ -73,6 +73,14 @@ class Pieces:
             self._unit = 0
             logger.warning("asynckv: %s", TOO_LATE)
 
+    def reset(self) -> None:
+        """Have no reader put KV from before now, perhaps of other weights, together with KV from after it."""
+        for chunks in self._of.values():
+            chunks.every *= 2  # chains of different hashes agree on nothing
+
+    def every(self, request_id: str) -> int:
+        return self._of[request_id].every if request_id in self._of else 0
+
     def step(self, step: Any, loans: PrefillLedger) -> None:
         """Take back the pieces of preempted requests, note new blocks, and lend what has settled."""
         if not self._of:

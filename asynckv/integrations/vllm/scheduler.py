@@ -386,6 +386,9 @@ class SchedulerHalf:
             or (self.loans is not None and self.loans.has_orders)
         )
 
+    def reset(self) -> None:
+        self._pieces.reset()
+
     def look(self, step: Any) -> None:
         """Order pieces of prompts that are computed, from what vLLM tells of a step."""
         if self._runs_late and copies_blocks(step):
@@ -438,7 +441,8 @@ class SchedulerHalf:
             self.pulls.not_offered(0, failed)
         for offer in reports.offered:
             self.pulls.offered(0, offer)
-            if offer.is_piece and (queued := self._following.get(offer.request_id)) is not None:
+        for name in {offer.request_id for offer in reports.offered if offer.is_piece}:
+            if (queued := self._following.get(name)) is not None:
                 queued.hashes = self._hashes(queued)
         if reports.offered:
             self._offered.update(name for name, each in self._following.items() if each.fetch.params is not None)
@@ -493,14 +497,14 @@ class SchedulerHalf:
             self._erred.add(name)  # vLLM ends it before `loaded` reports the failed load
         if name not in self._erred:
             self.pulls.cancel(name)
-        has_pieces, given = self._pieces.end(name), request.kv_transfer_params
+        every, has_pieces, given = self._pieces.every(name), self._pieces.end(name), request.kv_transfer_params
         if not given:
             return False, None
         _reads_no_more(request)
         is_lent, out = False, dict[str, Any]()
         if given.get(LENDS) and request.status.name in FINISHED_WELL:
             try:
-                out, is_lent = self._lend(request, block_ids, ticket), True
+                out, is_lent = self._lend(request, block_ids, ticket, every), True
             except AsyncKVError as exc:
                 self._computes(request, "not_lent", str(exc))
         if ticket and not is_lent and self.loans is not None:
@@ -511,9 +515,9 @@ class SchedulerHalf:
             out[FOLLOWS] = True
         return is_lent, out or None
 
-    def _lend(self, request: Any, block_ids: Sequence[Sequence[int]], ticket: str) -> dict[str, Any]:
+    def _lend(self, request: Any, block_ids: Sequence[Sequence[int]], ticket: str, every: int) -> dict[str, Any]:
         lists, num_tokens = self._lists(request, block_ids)
-        params = self._make_params(request, lists, num_tokens, ticket)
+        params = self._make_params(request, lists, num_tokens, ticket, max(every, hash_tokens_of(num_tokens)))
         # Routers that were written for NixlConnector count the block ids. asynckv does not read them.
         blocks = [ids for _, ids in lists]
         return {
@@ -538,11 +542,10 @@ class SchedulerHalf:
             raise LocalProtocolError("its blocks or its state are gone")
         return lists, num_tokens
 
-    def _make_params(self, request: Any, lists: Blocks, num_tokens: int, ticket: str) -> dict[str, Any]:
+    def _make_params(self, request: Any, lists: Blocks, num_tokens: int, ticket: str, every: int) -> dict[str, Any]:
         if self.loans is None:
             raise LocalProtocolError("the workers' addresses are not known")
         lease_s = self.options.turn_lease_s if request.max_tokens > 1 else None
-        every = hash_tokens_of(num_tokens)
         # vLLM may give the last tokens away before the drafter has run, so workers lend behind it (`WorkerHalf`).
         params = self.loans.lend(
             request.request_id,
