@@ -255,7 +255,8 @@ class PieceSizes:
 
     A piece costs both sides about a millisecond of CPU. While its reader keeps up, each piece is twice as long as the
     one before. Towards the end of the prompt a piece is as long as what is left to compute, so the last ones are short.
-    If the reader does not keep up, all that is finished when it asks becomes one piece.
+    If the reader does not keep up, all that is finished when it asks becomes one piece. Make one for each request, and
+    another after a preemption.
     """
 
     def __init__(self) -> None:
@@ -263,7 +264,7 @@ class PieceSizes:
         self._is_read = True
 
     def take(self, computed: int, num_tokens: int, *, is_followed: bool) -> range | None:
-        """Return the tokens to lend as a piece now, if any; the next piece begins at their end.
+        """Return the tokens to lend as a piece now, if any; the next piece begins at their end. Call it for each chunk.
 
         Args:
             computed: Tokens whose KV is written on every rank, rounded down to whole blocks.

@@ -29,7 +29,7 @@ def test_tokens_of_a_piece_behind_its_last_whole_hash_are_not_trusted_where_the_
 def test_a_piece_fills_nothing_of_a_group_that_is_cached_beyond_its_end() -> None:
     layout = make_layout()
     layout = msgspec.structs.replace(layout, groups=layout.groups * 2)
-    it = HeadStart(layout, check_block_ids(layout, [(0, [1, 2, 3, 4]), (2 * BLOCK, [5, 6])]), None)
+    it = HeadStart(layout, "e", check_block_ids(layout, [(0, [1, 2, 3, 4]), (2 * BLOCK, [5, 6])]), None)
     service = Service()
     service.params(1, 0, "p")
     assert service.ranks is not None

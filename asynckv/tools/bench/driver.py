@@ -205,6 +205,7 @@ class Driver:
             await reader.hear(p.Done, patience)
         # Lend after the floor: it blocks the readers' loops, so earlier leases could expire meanwhile.
         lending = asyncio.ensure_future(self._lend(patience))
+        lending.add_done_callback(lambda x: x.cancelled() or x.exception())  # a lost worker is told by the readers too
         if not options.follow or way == LATE:
             await lending
         found.submitted += len(wave)
