@@ -432,8 +432,9 @@ class Engine:
         """Lend finished blocks of a request that is still computed, to a decode engine that follows its ticket.
 
         Call it on every prefill rank, only for whole blocks, and only once **every** rank has written them. Give groups
-        whose blocks may still change an empty list: windows, states and drafts. Lend the request at its end as any
-        other, with its ticket and all of its blocks. A piece that nobody reads costs nothing.
+        whose blocks may still change an empty list: windows, states and drafts. If there are hashes, let each piece end
+        with a whole one; readers trust no token behind it. Lend the request at its end as any other, with its ticket
+        and all of its blocks. A piece that nobody reads costs nothing.
 
         A piece holds no block. All pieces of a ticket end with its loan, with `withdraw_ticket`, or with `end_pieces`.
 

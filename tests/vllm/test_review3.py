@@ -10,6 +10,7 @@ from asynckv.core.head_start import _agreed
 from asynckv.core.types import decode_params
 from asynckv.embed.orders import Lend, WithdrawTicket
 from asynckv.integrations.vllm import scheduler as scheduler_module
+from asynckv.integrations.vllm.chain import chain_of
 from tests.vllm.test_head_start import Early, Prefill, begun
 from tests.vllm.test_scheduler import prompt_of
 
@@ -22,7 +23,6 @@ def test_the_chain_of_a_prompt_is_made_once_however_many_workers_are_offered_a_p
     pair.add("a", prompt)
     pair.decode.step()
     made: list[int] = []
-    chain_of: Any = getattr(scheduler_module, "chain_of")  # noqa: B009 - it is no name of this module
 
     def counted(request: Any, *given: Any) -> list[str]:
         made.append(1)
