@@ -218,10 +218,9 @@ class Inspector:
 
     def holds(self, now: float) -> tuple[HeldBlocks, ...]:
         """Return the holders of blocks, and the requests that wait for another attempt at filling theirs."""
-        early = self._early()
-        return self._holds([hold for hold in self._ledger if hold.holder not in early], now) + self.between_attempts(
-            now
-        )
+        early = self._early()  # `between_attempts` lists these
+        others = [hold for hold in self._ledger if hold.holder not in early]
+        return self._holds(others, now) + self.between_attempts(now)
 
     def _early(self) -> set[str]:
         """Return the holders of blocks that pieces fill."""

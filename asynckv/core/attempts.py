@@ -93,7 +93,7 @@ class Request:
 
     @property
     def has_ended(self) -> bool:
-        """Return True if it is over, and no read runs whose end is still waited for."""
+        """Return True if it is over, and the end of no read is waited for."""
         return self.state is S.OVER and (bool(self.attempts) or self.pull is None or self.pull.is_published)
 
     @property

@@ -158,7 +158,7 @@ class DecodeSide:
         if lists is None:
             self._route(pull, now)
             return
-        if pull.kind is not KIND.PIECE:  # whose head start holds the blocks
+        if pull.kind is not KIND.PIECE:  # a piece's blocks are held by its head start
             self._ledger.hold(pull.pull_id, "writing", pull.request_id, blocks, now)
             self.started.add(pull.pull_id)
         if ready is not None:
@@ -396,9 +396,9 @@ class DecodeSide:
                 pull.deadline = min(pull.deadline, now + PROOF_S)
             # The pull has to be woken earlier only if it sends something, or has failed.
             self._carry_out(pull, effects, now, wakes=pull.failure is not None or DO.SEND in effects)
-            if is_read and pull.lists is not None:
+            if is_read and isinstance(pull.owner, Request) and pull.owner.head and (asked := pull.owner.head.asked):
                 # Ask for the next piece in the packet that claims this one. If the claim is refused, it asks anew.
-                self._ask_on(pull, pull.lists.num_tokens, now)
+                self.follows.ask(asked, pull.params.num_tokens, now)
             if pull.reason is not None and not pull.is_over:
                 self._let_go(pull, source, now)
         if transfer.is_packed and ending is not ENDING.IN_DOUBT and pull.reason is None:  # else its release says it
@@ -747,15 +747,10 @@ class DecodeSide:
             request.head.took(pull.params, pull.measures.num_bytes)
         else:
             request.head.waiting = None
-        following, have = request.head.following, request.head.have
-        if following is not None and (reason is not Reason.COMPLETE or following.have != have):  # else it has asked so
-            self._ask_on(pull, have if reason is Reason.COMPLETE or reason in _TAKEN_BACK else -1, now)
+        asked, have = request.head.asked, request.head.have
+        if asked is not None and (reason is not Reason.COMPLETE or asked.have != have):  # else it has asked so
+            self.follows.ask(asked, have if reason is Reason.COMPLETE or reason in _TAKEN_BACK else -1, now)
         self._timers.wake(request, now)
-
-    def _ask_on(self, pull: Pull, have: int, now: float) -> None:
-        following = pull.owner.head.following if isinstance(pull.owner, Request) and pull.owner.head else None
-        if following is not None and following.is_open:
-            self.follows.ask(following, have, now)
 
     def _blocks_settled(self, pull: Pull, now: float) -> None:
         """Pass on to a pull's request that the blocks have returned after the outcome, or are given up."""

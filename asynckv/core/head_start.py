@@ -1,8 +1,8 @@
 """Pieces of a request that its prefill engine still computes, as a decode rank reads them.
 
-A rank reads one piece at a time into the blocks of the request. What a piece has
-brought counts once it is proven. It has no outcome of its own: the pull of the request begins where the pieces end, and
-decides alone. What they did not bring, or brought of another prompt, that pull reads.
+A rank reads one piece at a time into the blocks of the request. What a piece has brought counts once it is proven. It
+has no outcome of its own: the pull of the request begins where the pieces end, and decides alone. What they did not
+bring, or brought of another prompt, that pull reads.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ class HeadStart:
         return frozenset(
             i for i, (own, lent) in enumerate(pairs) if lent.runs and own.kind != "state" and not own.window
         )
+
+    @property
+    def asked(self) -> Following | None:
+        """Return the following that may offer more pieces, if it is still open."""
+        return self.following if self.following is not None and self.following.is_open else None
 
     def is_of(self, params: KVTransferParams) -> bool:
         """Return True if these may be the params of the request that is followed, as far as this rank knows."""

@@ -78,7 +78,7 @@ class Offers:
         """Offer a request that was lent just now. A ticket belongs to the first request that brings it."""
         if ticket in self.lent or ticket in self._ended:
             self._outbox.counters["tickets.taken"] += 1
-            self.end_pieces(ticket)  # they may be of this request, whose end says nothing of the ticket
+            self.end_pieces(ticket)  # they may be of this request, and its end says nothing of the ticket
             return
         self.lent[ticket], lease.offers = (lease, encode_offer(params)), 0
         self.tickets[lease.lent.key] = ticket
@@ -119,6 +119,10 @@ class Offers:
         for piece in self._pieces.pop(ticket, Pieces()).lent:
             self.pieces.pop(piece.lease.lent.key, None)
             self.unread.discard(piece.lease.lent.key)
+
+    def end_all_pieces(self) -> None:
+        for ticket in list(self._pieces):
+            self.end_pieces(ticket)
 
     def piece_granted(self, lease: Lease) -> None:
         """Note that a reader has a piece. Once all have it, nothing of the ticket is read before the next one."""

@@ -188,7 +188,7 @@ class PrefillSide:
         for index, (group, offer) in enumerate(zip(layout.groups, lent.groups, strict=True)):
             blocks[index] = _blocks_of(index, group, offer, lent)
         blocks = self._ledger.check("lent", blocks)
-        if not is_piece:  # which is taken back at once, so nobody ever waits for it
+        if not is_piece:  # a piece is taken back at once, so its blocks need no holder
             self._ledger.hold(key.token, "lent", lent.request_id, blocks, now)
         if not self.spent.add(key):
             self._ledger.drop(key.token)

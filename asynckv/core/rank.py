@@ -157,12 +157,10 @@ class RankCore:
 
     def _release_late(self, following: Following, now: float) -> None:
         assert following.params is not None
-        keys = [pull.params.key for pull in self.decode.pulls.values()]
-        keys += [request.wanted.params.key for request in self.decode.between.values()]
-        if following.params.key in keys:
-            return  # another rank was offered it, and this one reads it
-        if any(x.head is not None and x.head.following is following for x in self.decode.between.values()):
-            return  # its caller hears of the offer too, and decides
+        waiting = self.decode.between.values()
+        reads = [pull.params.key for pull in self.decode.pulls.values()] + [x.wanted.params.key for x in waiting]
+        if following.params.key in reads or any(x.head is not None and x.head.following is following for x in waiting):
+            return  # another rank was offered it, and this one reads it; or its caller hears of it too, and decides
         cohort_id = following.cohort.id if following.cohort.id != self.cohort.id else ""
         with suppress(AsyncKVError):
             # Under a name of its own, because the request's may be another's by now.
@@ -303,8 +301,8 @@ class RankCore:
     def _ahead(self, request: Request, now: float) -> None:
         """Read the piece that waits, unless the one before may still write, or nothing says what comes after it."""
         head, name = request.head, RequestId(request.wanted.request_id)
-        following = None if head is None else head.following
-        if head is None or head.waiting is None or following is None or not (following.is_open and request.is_free):
+        following = None if head is None else head.asked
+        if head is None or head.waiting is None or following is None or not request.is_free:
             return
         piece, head.waiting = head.waiting, None
         is_known = piece.num_tokens <= head.have  # it is cached, or offered late
@@ -326,7 +324,7 @@ class RankCore:
             self.decode.follows.ask(following, -1, now)
 
     def _check_goes_on(self, early: Request, wanted: PullRequest) -> None:
-        """Refuse a pull of a request that is between two attempts, or whose head start fills other blocks."""
+        """Refuse a pull of a request that is between two attempts, or that names other blocks than its head start."""
         if early.state is not RequestState.EARLY or early.head is None:
             self._check_not_between(wanted.request_id)
         elif not early.head.is_of(wanted.params):
@@ -408,7 +406,7 @@ class RankCore:
             self.timers.wake(request, request.deadline)
             return self._ahead(request, now)
         if request.state is RequestState.EARLY:
-            request.stop(Reason.TIMEOUT)  # nobody has pulled it
+            request.stop(Reason.TIMEOUT)  # no pull has come
         if request.state is RequestState.PAUSING:
             request.time(now)
         if request.state is RequestState.PAUSING:
@@ -540,8 +538,7 @@ class RankCore:
         self._stop_requests(now)
         for pull in list(self.decode.by_request.values()):
             self.decode.cancel(pull, now)
-        for ticket in list(self.prefill.offers._pieces):
-            self.prefill.offers.end_pieces(ticket)
+        self.prefill.offers.end_all_pieces()
         for lease in list(self.prefill.leases.values()):
             self.prefill.revoke(lease, now, how)
 

@@ -149,8 +149,8 @@ class Event(enum.Enum):
 
 S, E = State, Event
 ON_EVENT: Mapping[State, Mapping[Event, State]] = {
-    S.FOLLOWING: {E.OFFER: S.QUEUED, E.SHARE: S.WAITING, E.REFUSE: S.REFUSED, E.SPARE: S.OVER, E.CANCEL: S.OVER}
-    | {E.START: S.EARLY},
+    S.FOLLOWING: {E.OFFER: S.QUEUED, E.SHARE: S.WAITING, E.START: S.EARLY, E.REFUSE: S.REFUSED}
+    | dict.fromkeys((E.SPARE, E.CANCEL), S.OVER),
     S.EARLY: {E.PULL: S.PULLING} | dict.fromkeys((E.REFUSE, E.FAIL, E.CANCEL), S.ENDING),
     S.QUEUED: {E.PULL: S.PULLING, E.CANCEL: S.OVER},
     S.WAITING: {E.REFUSE: S.REFUSED, E.CANCEL: S.OVER},
@@ -758,9 +758,8 @@ class PrefillLedger(_Ledger):
         """
         if self._missing:
             return  # no reader could read the whole piece
-        if self._pieces_of.setdefault(check_ticket(ticket), request_id) != request_id or not self._tickets.get(
-            ticket, True
-        ):
+        is_over = not self._tickets.get(check_ticket(ticket), True)
+        if is_over or self._pieces_of.setdefault(ticket, request_id) != request_id:
             raise LocalProtocolError(f"request {request_id[:200]!r} lends a piece under the ticket of another request")
         name = f"{num_tokens} tokens of {request_id}"[:MAX_ID]
         params = self.ranks.make_params(
@@ -907,7 +906,7 @@ class PrefillLedger(_Ledger):
                     self._withdraw(loan)  # no reader can read the whole request without this rank
 
     def followed_by(self, tickets: Collection[str]) -> None:
-        """Record tickets whose followers wait for a piece; `update` does. A follower may be ahead of its request."""
+        """Record tickets of followers that wait for a piece; `update` does. They may be ahead of their requests."""
         for ticket in tickets:
             if self._tickets.get(ticket, True):
                 remember(self.followed, ticket, None, MAX_TICKETS)

@@ -236,7 +236,7 @@ class Finished:
             Exception: blocks that `close` returned as cut short must not be written before the process ends.
         finished_recving: Pulls that completed: their KV is in place.
         offered: Followed requests with their params.
-        followed: Tickets of requests whose followers wait for a piece (`LendPiece`).
+        followed: Tickets of followers that wait for a piece of the request (`LendPiece`).
         not_offered: Followed requests that are not offered.
         found: Results of lookups, each with its request's id.
         stored: Stores that completed. Their blocks may be reused.

@@ -537,7 +537,7 @@ class Driver:
                     case Traced(subject, entries):
                         recorder.traced(subject, entries)
                     case PullReached():
-                        pass  # nobody hears of a piece
+                        pass  # a piece is told as part of its request
                     case Told():
                         recorder.log(command, now)
                     case _:

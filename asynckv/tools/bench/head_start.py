@@ -35,8 +35,8 @@ async def compute(engine: Engine, ranks: PrefillRanks, work: p.Work, seconds: fl
             continue
         lists = list[tuple[int, list[int | None]]]()
         for group, (_, blocks), is_brought in zip(groups, work.lists, brings, strict=True):
-            first, end = piece.start // group.block_size, piece.stop // group.block_size
-            lists.append((piece.start, blocks[first:end] if is_brought else []))
+            of_piece = slice(piece.start // group.block_size, piece.stop // group.block_size)
+            lists.append((piece.start, blocks[of_piece] if is_brought else []))
         name = f"{work.params['request_id']}/{chunk}"
         params = ranks.make_params(name, lists, piece.stop, written=True, recall=True)
         engine.lend_piece(params, work.ticket)
