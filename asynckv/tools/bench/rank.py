@@ -77,7 +77,6 @@ class Worker:
         self.stopping = threading.Event()
         self.held: list[tuple[PullError, asyncio.Task[None]]] = []
         self.window: asyncio.Task[None] | None = None
-        self.ranks = PrefillRanks(setup.engine_id, [engine.endpoint], lease=self.options.lease)
         self.floor = Floor(pool, self.options.verify != "off", engine.config.pull)
 
     async def prepare(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
@@ -91,8 +90,9 @@ class Worker:
         garbage.settle()
         cpu = time.process_time()
         if self.options.chunks:
+            ranks = PrefillRanks(self.setup.engine_id, [self.engine.endpoint], lease=self.options.lease)
             for work in self.filled:
-                await head_start.compute(self.engine, self.ranks, work, self.options.computed_s / self.options.chunks)
+                await head_start.compute(self.engine, ranks, work, self.options.computed_s / self.options.chunks)
         self.lent_at = time.perf_counter()
         self.lent = [(work, self.engine.lend(work.params, ticket=work.ticket)) for work in self.filled]
         if self.options.chunks:
