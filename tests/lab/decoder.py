@@ -331,6 +331,10 @@ class Decoder:
                         service.discharged.setdefault((known.lent.ask.number, rank.name), process.now)
                 case _:
                     self.world.violate(f"{rank.name} is ordered {order}")
+        process.loop.call_soon(self._submit, desk, orders)  # once the blocks of its pulls are theirs
+
+    @staticmethod
+    def _submit(desk: EngineDesk, orders: Sequence[Order]) -> None:
         with suppress(EngineClosed):
             desk.submit(orders)
 

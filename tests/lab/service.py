@@ -538,6 +538,8 @@ class Service(Stage):
         """Those that close without time for every promise: they give nothing back, and write nothing any more."""
         self.discharged: dict[tuple[int, str], float] = {}
         """Requests, the readers that need them no more, and since when."""
+        self.closed_with: set[tuple[int, str]] = set()
+        """What a rank had announced when it closed, which releases it for good."""
         self.mishaps = Mishaps(self, script.mishaps)
         self.addressed: dict[tuple[int, str], tuple[Process, float]] = {}
         """To which process of a reader the router sent a request's params, to arrive when."""
@@ -872,6 +874,8 @@ class Service(Stage):
             try:
                 if drain_s:
                     await self._drain(rank, drain_s)
+                announced = [a for a in self.attempts if a.process is process and a.called == "announced"]
+                self.closed_with |= {(a.lent.ask.number, rank.name) for a in announced}
                 if timeout_s is None:
                     await engine.aclose()
                 else:
@@ -1523,7 +1527,8 @@ class Attempt:
             again = exc.reason not in ("cancelled", "unplannable")
             if exc.reason == "not_lent_yet" and exc.pull_id not in service.wire.told_to_wait:
                 self._violate("ended as not lent yet, which nobody had told it")
-            if exc.reason == "consumed" and (ask.number, rank.name) not in service.discharged and not self.is_odd:
+            released = {*service.discharged, *service.closed_with}
+            if exc.reason == "consumed" and (ask.number, rank.name) not in released and not self.is_odd:
                 self._violate("was refused as consumed, though this reader released nothing")
             if exc.reason == "differs":
                 is_last, again = True, False  # no attempt follows, whatever its caller has said
