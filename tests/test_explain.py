@@ -527,3 +527,51 @@ def test_what_reads_nothing_has_no_bound() -> None:
     hit = explain(ranks("llama-3.1-8b", 1), ranks("llama-3.1-8b", 2), 700, 700)
     assert hit["bounds"] == []
     assert "on paper" not in text(hit)
+
+
+# -- A head start on paper --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "share"), [(50 * GB, 0.0117), (12.5 * GB, 0.0448), (3 * GB, 0.1571), (0.1 * GB, 0.0838)]
+)
+def test_a_head_start_hides_what_each_chunk_but_the_last_takes(bytes_per_s: float, share: float) -> None:
+    """llama-3.1-70b on 8 ranks: 1.34 GB of 32,768 tokens. If reads take longer than chunks, computing is hidden."""
+    read_s = 32768 * 80 * 2 * 128 * 2 / bytes_per_s
+    found = bound.head_start(32768, 0, 8192, 19400.0, read_s, 1.0)
+    assert found.chunks == 4
+    assert found.share == pytest.approx(share, abs=5e-5)
+    assert found.saved_s == pytest.approx(3 * min(8192 / 19400, read_s / 4))
+
+
+def test_a_head_start_brings_no_cached_token_no_window_and_no_last_chunk() -> None:
+    def saved(tokens: int, cached: int, brought: float = 1.0) -> float:
+        return bound.head_start(tokens, cached, 100, 1e3, 0.001 * (tokens - cached) / 100, brought).saved_s
+
+    assert [saved(n, 0) for n in (1, 100, 101, 350)] == pytest.approx([0, 0, 0.001, 0.003])
+    assert [saved(400, n) for n in (50, 250, 300, 399)] == pytest.approx([0.0025, 0.0005, 0, 0])
+    assert saved(400, 0, 0.25) == pytest.approx(0.25 * saved(400, 0))
+
+
+def test_the_report_has_a_head_start_for_each_way_that_blocks_lie() -> None:
+    two = ranks("llama-3.1-8b", 2, num_blocks=4096)
+    found = explain(two, two, 32768, 0, nic_gbit=24.0, prefill_rate=20_000.0)
+    slowest = {x["blocks"]: 1 / x["requests_per_s"] for x in found["bounds"] if x["side"] == "decode"}
+    assert {x["blocks"]: x["read_s"] for x in found["head_starts"]} == slowest
+    shown = text(found)
+    assert "4 chunks of 8,192 tokens at 20,000 tokens/s, 1,638.4 ms" in shown
+    assert f"blocks runs: read in {slowest['runs'] * 1e3:,.1f} ms; it saves at most" in shown
+    assert not explain(two, two, 32768, 0)["head_starts"]
+    assert not explain(two, two, 32768, 32768, prefill_rate=20_000.0)["head_starts"]
+
+
+def test_windows_are_no_part_of_a_head_start() -> None:
+    """Two of four layers see 4,096 tokens, half of the request."""
+    layout = ranks("gemma-2-9b", 1, num_blocks=2048)
+    found = explain(layout, layout, 8192, 0, prefill_rate=1e4, chunk_tokens=4096)
+    windows = [g["window"] for g in found["local"]["groups"]]
+    bytes_of = {g["group"]: g["bytes_read"] for g in found["ranks"][0]["reads"][0]["groups"]}
+    whole = sum(n for group, n in bytes_of.items() if not windows[group])
+    (row,) = (x for x in found["head_starts"] if x["blocks"] == "runs")
+    assert whole == pytest.approx(sum(bytes_of.values()) * 2 / 3, rel=0.01)
+    assert row["saved_s"] == pytest.approx(row["read_s"] * whole / sum(bytes_of.values()) / 2)

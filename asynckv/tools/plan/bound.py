@@ -1,4 +1,4 @@
-"""The bound of a rank's rate over RDMA, on paper: Python, descriptors, copies or the wire limit it.
+"""The bound of a rank's rate over RDMA, on paper: Python, descriptors, copies or the wire limit it; and a head start.
 
 The numbers of a request come from its caller, so that any way to read it can be compared. Different requests overlap.
 So the slowest of these sets the rate, as if nothing else cost time: a running engine is slower.
@@ -53,3 +53,32 @@ def _bound(num_bytes: int, descriptors: int, posts: int, python_s: float, copy_s
     slowest = max(parts)
     limit = PARTS[parts.index(slowest)]
     return Bound(num_bytes, descriptors, posts, *parts, limit, 1 / slowest, parts[0] / slowest)
+
+
+class HeadStart(NamedTuple):
+    """What a head start saves at most of the time to the first token (docs/performance.md, "A head start")."""
+
+    chunk_tokens: int
+    tokens_per_s: float
+    chunks: int
+    compute_s: float
+    read_s: float
+    saved_s: float
+    share: float  # saved, of `compute_s` and `read_s`
+
+
+def head_start(
+    num_tokens: int, cached: int, chunk_tokens: int, tokens_per_s: float, read_s: float, brought: float
+) -> HeadStart:
+    """Return what pieces save if each chunk but the last is read while the next one is computed.
+
+    `read_s` is what the tokens behind the `cached` ones take. Pieces bring the share `brought` of it; windows and
+    states come with the loan.
+    """
+    token_s = read_s * brought / (num_tokens - cached)
+    ends = range(chunk_tokens, num_tokens, chunk_tokens)
+    saved_s = sum(min(chunk_tokens / tokens_per_s, min(max(x - cached, 0), chunk_tokens) * token_s) for x in ends)
+    compute_s = num_tokens / tokens_per_s
+    return HeadStart(
+        chunk_tokens, tokens_per_s, len(ends) + 1, compute_s, read_s, saved_s, saved_s / (compute_s + read_s)
+    )

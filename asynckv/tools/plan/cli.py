@@ -71,6 +71,8 @@ def plan(
     tokens: Annotated[int, work(help=HELP["plan"]["tokens"], min=1, max=1 << 24)] = 1024,
     prefix_hit: Annotated[str, work(help=HELP["plan"]["prefix_hit"])] = "0",
     nic_gbit: Annotated[float, work(min=0.1, max=1e5, help=HELP["plan"]["nic_gbit"])] = 400.0,
+    prefill_rate: Annotated[float | None, work(min=1, max=1e9, help=HELP["plan"]["prefill_rate"])] = None,
+    chunk_tokens: Annotated[int, work(min=1, max=1 << 24, help=HELP["plan"]["chunk_tokens"])] = 8192,
     json: Annotated[str | None, out(help=HELP["plan"]["json"], metavar="FILE")] = None,
 ) -> None:
     """Explain a transfer before it runs: the ranks read and released, the pieces, and a bound over RDMA.
@@ -87,7 +89,7 @@ def plan(
     cached = cached_tokens(prefix_hit, tokens)
     with Bar(errors) as bar:
         bar.begin("ranks", len(mine))
-        report = explain.explain(mine, theirs, tokens, cached, bar.advance, nic_gbit)
+        report = explain.explain(mine, theirs, tokens, cached, bar.advance, nic_gbit, prefill_rate, chunk_tokens)
     write_json(json, report)
     explain.show(report, shown)
     raise typer.Exit(0 if report["plannable"] and not report["problems"] else 1)

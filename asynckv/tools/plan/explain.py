@@ -38,6 +38,7 @@ from asynckv.tools.plan import bound
 
 SCHEMA = "asynckv.plan/1"
 NIC_GBIT = 400.0
+CHUNK_TOKENS = 8192
 WAYS = {
     "staged": "Staged reads[/bold]: long runs; their pieces are copied to their places",
     "packed": "Packed copies[/bold]: the prefill rank gathers what is needed, and long runs of that are read",
@@ -65,8 +66,14 @@ def explain(
     cached: int,
     progress: Callable[[], None] = lambda: None,
     nic_gbit: float = NIC_GBIT,
+    prefill_rate: float | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> dict[str, Any]:
-    """Plan one request on every local rank; `nic_gbit` is the bandwidth of each rank's device, in Gbit/s."""
+    """Plan one request on every local rank.
+
+    `nic_gbit` is the bandwidth of each rank's device, in Gbit/s. `prefill_rate`, in tokens per second, asks what a head
+    start by chunks of `chunk_tokens` is worth.
+    """
     by_place = {(x.pp_stage, x.tp_rank): x for x in remote}
     size, stages = remote[0].tp_size, remote[0].pp_size
     shards, ranks = remote[0].num_token_shards, []
@@ -90,7 +97,7 @@ def explain(
         ]
         for x in remote
     }
-    return {
+    report: dict[str, Any] = {
         "schema": SCHEMA,
         "plannable": all(not r["refused"] for r in ranks),
         "tokens": num_tokens,
@@ -103,7 +110,26 @@ def explain(
         "bounds": list(_bounds(ranks, owed, nic_gbit * 1e9 / 8)),
         "problems": [*_unheld("decode", local), *_unheld("prefill", remote), *_unlike(local, remote)],
         "whole_group": _is_whole(local),
+        "head_starts": [],
     }
+    if prefill_rate is not None and report["bounds"]:
+        chunks = chunk_tokens, prefill_rate
+        report["head_starts"] = list(_head_starts(report, num_tokens, cached, chunks))
+    return report
+
+
+def _head_starts(
+    report: dict[str, Any], num_tokens: int, cached: int, chunks: tuple[int, float]
+) -> Iterator[dict[str, Any]]:
+    """Yield what a head start is worth, for each way that blocks lie; pieces bring no window and no state."""
+    sides = report["local"]["groups"]
+    sums: Counter[bool] = Counter()
+    for g in [g for rank in report["ranks"] for read in rank["reads"] for g in read["groups"]]:
+        sums[sides[g["group"]]["kind"] == "tokens" and not sides[g["group"]]["window"]] += g["bytes_read"]
+    for blocks in BLOCKS:
+        read_s = max(1 / row["requests_per_s"] for row in report["bounds"] if row["blocks"] in (blocks, ""))
+        made = bound.head_start(num_tokens, cached, *chunks, read_s, sums[True] / sums.total())
+        yield {"blocks": blocks, **made._asdict()}
 
 
 def _bounds(
@@ -409,6 +435,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         console.print(f"  {legend}", style="dim")
     _show_ways(report, console)
     _show_bounds(report, console)
+    _show_head_starts(report["head_starts"], console)
     console.print()
     console.print("[bold]Releases[/bold]: a prefill rank's blocks are free once these decode ranks have released them")
     read_by = {r["rank"]: {x["remote"] for x in r["reads"]} for r in report["ranks"]}
@@ -467,6 +494,15 @@ def _show_bounds(report: dict[str, Any], console: Console) -> None:
     rows = [(f"{side} {_names(names)}", *cells) for (side, *cells), names in alike.items()]
     print_table(console, heads, rows, texts=(1, 6), wrapped=(0,), is_markup=True)
     console.print(f"  {BOUND_LEGEND}", style="dim")
+
+
+def _show_head_starts(rows: Sequence[dict[str, Any]], console: Console) -> None:
+    for it in rows[:1]:
+        rate = f"{it['chunks']} chunks of {it['chunk_tokens']:,} tokens at {it['tokens_per_s']:,g} tokens/s"
+        console.print(f"\n[bold]Head start, on paper[/bold]: {rate}, {it['compute_s'] * 1e3:,.1f} ms")
+    for it in rows:
+        saved = f"{it['saved_s'] * 1e3:,.1f} ms, {it['share']:.1%} of the time to the first token"
+        console.print(f"  blocks {it['blocks']}: read in {it['read_s'] * 1e3:,.1f} ms; it saves at most {saved}")
 
 
 def _show_problems(report: dict[str, Any], console: Console) -> None:
