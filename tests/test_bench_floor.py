@@ -198,24 +198,25 @@ def test_a_floor_that_is_wrong_or_fails_is_a_problem() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"tp": "1:2"}, "leave out --tp, --pp"),
-        ({"engines": "1:2"}, "leave out --engines"),
-        ({"rate": 5.0}, "leave out --rate, --speed"),
-        ({"announced": True}, "leave out --announced"),
-        ({"follow": True}, "leave out --follow, --chunks"),
-        ({"chunks": 2}, "leave out --follow, --chunks"),
+        ({"tp": "1:2"}, "leave out --tp."),
+        ({"engines": "1:2", "tp": "1:1"}, "leave out --engines."),
+        ({"rate": 5.0}, "leave out --rate."),
+        ({"announced": True}, "leave out --announced."),
+        ({"follow": True}, "leave out --follow."),
+        ({"chunks": 2, "pp": "2"}, "leave out --pp, --chunks."),
         ({"floor": False, "chunks": 2, "tp": "2:1"}, "--chunks needs one prefill and one decode rank"),
-        ({"floor": False, "chunks": 2, "rate": 5.0}, "leave out --rate, --speed"),
-        ({"floor": False, "chunks": 2, "prefix_hit": "50%"}, "leave out --shared-prefix, --prefix-hit"),
+        ({"floor": False, "chunks": 2, "rate": 5.0}, "leave out --rate."),
+        ({"floor": False, "chunks": 2, "prefix_hit": "50%"}, "nothing cached; leave out --prefix-hit."),
+        ({"floor": False, "chunks": 2, "concurrency": 4}, "leave out --concurrency."),
         ({"floor": False, "chunks": 2}, "needs 4 --requests or more of one length"),
         ({"floor": False, "compute_ms": 60.0}, "give --chunks as well"),
-        ({"floor": False, "follow": True, "announced": True}, "leave out --rate, --speed, --remote"),
+        ({"floor": False, "follow": True, "announced": True}, "in a closed loop; leave out --announced."),
     ],
 )
 def test_what_cannot_be_compared_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Experiment(Options(**{"floor": True, **changes}), MODEL, Workload("fixed 32", (32, 32)))
-    assert says in str(caught.value)
+    assert says in f"{caught.value}."
 
 
 def test_a_chunk_has_blocks_of_its_own() -> None:

@@ -34,12 +34,30 @@ LOOPBACK = "127.0.0.1"
 OPEN_BYTES = 2048 * MiB
 """Largest pool in an open loop: a large one makes few windows, because each window waits for its last pulls."""
 
+_ALONE = (
+    "needs one prefill and one decode rank on this machine, host memory, a closed loop, and claims within the measured "
+    "time"  # claims that were granted before the window are not timed, so the engine's share would look too good
+)
+_ALONE_WITHOUT = ("tp", "pp", "engines", "rate", "speed", "memory", "remote", "announced")
+NOT_WITH = {
+    "floor": (_ALONE, (*_ALONE_WITHOUT, "follow", "chunks")),
+    "chunks": (
+        f"{_ALONE}, one request at a time that has nothing cached",
+        (*_ALONE_WITHOUT, "concurrency", "trace", "shared_prefix", "prefix_hit"),
+    ),
+    "follow": (
+        "counts from loans to results, by one clock, in a closed loop",
+        ("rate", "speed", "remote", "announced"),
+    ),
+}
+"""What an option needs, and the options that it cannot be given with."""
+
 
 class Experiment:
     """One run, derived from its options and checked as a whole."""
 
     def __init__(self, options: Options, model: Model | None = None, workload: Workload | None = None) -> None:
-        self.options = options = replace(options, concurrency=1, follow=True) if options.chunks else options
+        self.options = replace(options, concurrency=1, follow=True) if options.chunks else options
         self.model = model or chosen(options.model, options.hf_config, DEFAULT_MODEL).resized(
             layers=options.layers, kv_heads=options.kv_heads, dtype=options.dtype
         )
@@ -52,20 +70,13 @@ class Experiment:
                 f"the trace's own times; omit one of them"
             )
         self.is_open = options.arrivals != "closed"
-        self._has_hits = options.prefix_hit not in ("0", "0%")
-        if any(self.workload.chunks) and self._has_hits:
+        if any(self.workload.chunks) and options.prefix_hit not in ("0", "0%"):
             raise ConfigError(
                 f"--prefix-hit {options.prefix_hit} was given, but for prompts that share prefixes the modelled cache "
                 f"decides the hits; set its size by --prefix-cache, or omit --prefix-hit"
             )
         self.hosts = _hosts(options)
-        if options.floor or options.chunks:
-            self._check_alone()
-        elif options.follow and (self.is_open or options.announced or options.remote is not None):
-            raise ConfigError(
-                "--follow counts from loans to results, by one clock, in a closed loop; leave out --rate, --speed, "
-                "--remote, --floor and --announced"
-            )
+        self._check_together(options)
         if options.chunks is None and options.compute_ms is not None:
             raise ConfigError("--compute-ms is the time of a chunk; give --chunks as well")
         NixlConfig(posting_threads=options.posters)
@@ -73,26 +84,12 @@ class Experiment:
         for role in self.sides:
             self.block_bytes(role)
 
-    def _check_alone(self) -> None:
-        """Refuse what `--floor` and `--chunks` cannot be compared with."""
-        options, lengths = self.options, self.workload.prompt_tokens
-        ranks = [side.tp * side.pp for side in self.sides.values()]
-        strange = {
-            "--tp, --pp": max(ranks) > 1,
-            "--engines": len(self.engines.places) > 2,
-            "--rate, --speed": self.is_open,
-            "--memory": options.memory != "host",
-            "--remote": options.remote is not None,
-            # Claims that were granted before the window are not timed, so the engine's share would look too good.
-            "--announced": options.announced,
-            "--follow, --chunks": options.floor and options.follow,
-            "--shared-prefix, --prefix-hit": options.chunks and (any(self.workload.chunks) or self._has_hits),
-        }
-        if found := [name for name, is_given in strange.items() if is_given]:
-            raise ConfigError(
-                f"--{'floor' if options.floor else 'chunks'} needs one prefill and one decode rank on this machine, "
-                f"host memory, a closed loop, and claims within the measured time; leave out {', '.join(found)}"
-            )
+    def _check_together(self, options: Options) -> None:
+        for name, (needs, others) in NOT_WITH.items():
+            found = [f"--{x.replace('_', '-')}" for x in others if getattr(options, name) and options.is_given(x)]
+            if found:
+                raise ConfigError(f"--{name} {needs}; leave out {', '.join(found)}")
+        lengths = self.workload.prompt_tokens
         least = (options.chunks or 0) * max(side.block_size for side in self.sides.values())
         if options.chunks and (len(set(lengths)) > 1 or len(lengths) < len(WAYS) or lengths[0] < least):
             raise ConfigError(

@@ -143,6 +143,10 @@ class Options:
     json: str | None = report(None, metavar="FILE")
     log: str | None = output(None, metavar="FILE")
 
+    def is_given(self, name: str) -> bool:
+        """Return whether an option differs from its default on any side."""
+        return set(str(getattr(self, name)).split(":")) != {str(type(self).__dataclass_fields__[name].default)}
+
     def of_side(self, name: str, role: str) -> str:
         prefill, colon, decode = str(getattr(self, name)).partition(":")
         return decode if colon and role == "decode" else prefill

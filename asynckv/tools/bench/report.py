@@ -32,16 +32,15 @@ def make(experiment: Experiment, found: Measured) -> dict[str, Any]:
     # A request that is cached whole is answered without a transfer.
     read = [outcomes for outcomes in whole if any(o.num_bytes for o in outcomes)]
     latencies = {outcomes[0].number: max(o.seconds for o in outcomes) for outcomes in read}
-    others = latencies.keys() - found.followed if found.followed else set()
-    complete = [seconds for number, seconds in latencies.items() if number not in others]
-    announced = set[int]() if experiment.options.chunks else others
+    timed = found.followed or set(latencies)
+    complete = [seconds for number, seconds in latencies.items() if number in timed]
+    announced = set[int]() if experiment.options.chunks else latencies.keys() - timed
     calls = [max(o.seconds - o.late for o in outcomes) for outcomes in read]
     busy_s = sum(max((o.seconds - o.late for o in outcomes), default=0.0) for outcomes in found.outcomes.values())
     window, loan = sum(found.windows_s), "last chunk" if experiment.options.chunks else "loan"
     moved = sum(o.num_bytes for o in good)
-    phases = {name: [o.phases.get(name, 0.0) for o in good if o.num_bytes] for name in PHASES} | {
-        "release": found.release_s
-    }
+    pulls = [o for o in good if o.num_bytes and o.number in timed]
+    phases = {name: [o.phases.get(name, 0.0) for o in pulls] for name in PHASES} | {"release": found.release_s}
     return {
         "schema": SCHEMA,
         "config": _config(experiment, schedule),
