@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -55,6 +56,15 @@ def test_the_example_of_a_trace_prints_one() -> None:
 def test_the_example_of_an_offload_runs() -> None:
     done = run(str(EXAMPLES / "offload.py"))
     assert (done.returncode, done.stdout) == (0, "393216 bytes, 48 tokens\n"), done.stderr
+
+
+@pytest.mark.nixl
+@pytest.mark.slow
+def test_the_example_of_a_head_start_reads_most_of_a_prompt_before_its_end() -> None:
+    done = run(str(EXAMPLES / "ahead.py"))
+    early, late = map(int, re.findall(r"(\d+) bytes", done.stdout))
+    assert (done.returncode, early + late, done.stdout[-10:]) == (0, 512 * 8192, " released\n"), done.stderr
+    assert early > late
 
 
 @pytest.mark.nixl
