@@ -136,6 +136,8 @@ class Decoder:
         """The key that each request was decided to have, by name."""
         self.offered: dict[Lent, tuple[float, list[tuple[Process, int]]]] = {}
         """What any rank was offered: when first, and by whom it is to be released since."""
+        self.heard: set[Lent] = set()
+        """What the scheduler knows to be offered; a rank may die before it can say so."""
         self.is_lazy = self.world.random_of("lazy", number).random() < 0.3
         """It takes no step, and so no report, while it has no request, as vLLM does."""
         self._untaken: list[tuple[int, Process, Finished]] = []
@@ -284,6 +286,7 @@ class Decoder:
         untaken, self._untaken = self._untaken, []
         for index, process, finished in untaken:
             if self.processes[index] is process:
+                self.heard |= {self.service.lent_by(offer.params) for offer in finished.offered}
                 self.ledger.update(index, finished)
 
     # -- the ranks ----------------------------------------------------------------------------------
@@ -450,7 +453,7 @@ class Decoder:
                 return f"{process.name} was ordered to follow {name}, and has reported {following.reports} ends of it"
         self._take_reports()
         for lent, (at, living) in () if self.is_lazy else self.offered.items():
-            for process, epoch in living:
+            for process, epoch in living if lent in self.heard else ():
                 rank = self.service.ranks[process.name.partition("#")[0]]
                 if rank.process is not process or process.is_dead or rank.engine.memory_epoch != epoch:
                     continue
