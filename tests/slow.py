@@ -27,7 +27,16 @@ PATIENT = [
 ]
 PATIENT += [
     f"tests/lab/test_{name}.py"
-    for name in ("conformance", "leaks_simulated", "offload_soak", "simulated_logs", "simulation", "simulation_offload")
+    for name in (
+        "conformance",
+        "leaks_simulated",
+        "offload_soak",
+        "simulated_logs",
+        "simulation",
+        "simulation_ahead",
+        "simulation_follow",
+        "simulation_offload",
+    )
 ]
 ALONE = [
     f"tests/lab/test_chaos.py::test_what_is_promised_holds_under_pressure[{name}]"
