@@ -28,14 +28,8 @@ PATIENT = [
 PATIENT += [
     f"tests/lab/test_{name}.py"
     for name in (
-        "conformance",
-        "leaks_simulated",
-        "offload_soak",
-        "simulated_logs",
-        "simulation",
-        "simulation_ahead",
-        "simulation_follow",
-        "simulation_offload",
+        *("conformance", "leaks_simulated", "offload_soak", "simulated_logs"),
+        *("simulation", "simulation_ahead", "simulation_follow", "simulation_offload"),
     )
 ]
 ALONE = [
