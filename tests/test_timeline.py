@@ -108,6 +108,8 @@ def test_a_request_that_went_well(axis: Axis) -> None:
     # Truly it began a millisecond after it was lent.
     lane = story.lanes[1]
     assert abs(lane.bars[0].start - story.start - 0.001) <= lane.within_s
+    assert "outcome complete after 7.00 ms, with 2 pieces read before it" in [x.text for x in story.marks]
+    assert (lane.fields["pieces"], lane.fields["piece_bytes"]) == ("2", "8192")
 
 
 def test_what_failed_has_its_attempts_its_pause_and_its_blocks(axis: Axis) -> None:

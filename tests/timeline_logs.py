@@ -77,6 +77,8 @@ class Written:
             read_ranks=[P],
             seconds=seconds,
             bytes=4096,
+            pieces=2,
+            piece_bytes=8192,
             descriptors=12,
             posts=1,
             rereads=0,

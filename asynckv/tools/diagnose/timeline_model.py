@@ -302,7 +302,7 @@ def _pull_lane(axis: Axis, pull: LoggedPull) -> Lane:
     fields = {"request_id": pull.request_id, "prefill_request_id": pull.prefill_request_id, "pull_id": pull.pull_id}
     if pull.ended is not None:
         fields["outcome"] = pull.cause
-        for name in ("failed_in", "bytes", "descriptors", "posts", "rereads"):
+        for name in ("failed_in", "bytes", "pieces", "piece_bytes", "descriptors", "posts", "rereads"):
             if (value := pull.ended.fields.get(name)) not in (None, "", 0) and isinstance(value, str | int):
                 fields[name] = str(value)
     if pull.detail:
@@ -380,7 +380,9 @@ def _pull_marks(pull: LoggedPull) -> Iterator[Said]:
         detail = f": {pull.detail}" if pull.detail and not steps else ""
         after = shown_seconds(pull.ended.number("seconds", 0.0))
         why = ", because the prefill engine took its blocks back at once" if pull.is_recalled else ""
-        yield outcome, f"outcome {pull.cause} after {after}{why}{detail}", pull.ended.level
+        pieces = pull.ended.number("pieces", 0.0)
+        ahead = f", with {pieces:g} piece{'s' * (pieces != 1)} read before it" if pieces > 0 else ""
+        yield outcome, f"outcome {pull.cause} after {after}{ahead}{why}{detail}", pull.ended.level
 
 
 def _lane(axis: Axis, process: Process, side: str, what: str, bars: list[Bar], fields: dict[str, str]) -> Lane:
