@@ -58,9 +58,9 @@ class Service:
             self.ranks = PrefillRanks(layout.engine_id, [rank.endpoint for rank in self.prefill])
         return decode_params(self.ranks.make_params(name, group, end * BLOCK, written=True, **kwargs))
 
-    def piece(self, first: int, end: int, **kwargs: Any) -> KVTransferParams:
+    def piece(self, first: int, end: int, ranks: Sequence[Rank] = (), **kwargs: Any) -> KVTransferParams:
         params = self.params(end, first, f"p/{end}", recall=True, **kwargs)
-        for rank in self.prefill:
+        for rank in ranks or self.prefill:
             rank.core.lend(params, 1, self.world.time(rank), TICKET, is_piece=True)
             self.world.settle(rank)
         return params
@@ -77,9 +77,9 @@ class Service:
             self.world.settle(rank)
         return self.requests
 
-    def early(self, end: int = 1) -> KVTransferParams:
+    def early(self, end: int = 1, ranks: Sequence[Rank] = ()) -> KVTransferParams:
         """Lend the first piece, and give the request blocks once it is offered."""
-        piece = self.piece(0, end)
+        piece = self.piece(0, end, ranks)
         self.world.run()
         self.start(piece)
         return piece
@@ -337,11 +337,7 @@ def test_a_claim_that_comes_before_its_piece_waits_for_it() -> None:
     """A rank gets the order to lend later than the rank whose offer the reader heard."""
     service = Service(2, 1)
     world, (first, second) = service.world, service.prefill
-    params = service.params(2, 0, "p/2", recall=True)
-    first.core.lend(params, 1, world.time(first), TICKET, is_piece=True)
-    world.settle(first)
-    world.run()
-    service.start(params)
+    params = service.early(2, [first])
     world.run()
     assert service.requests[0].head is not None
     assert service.requests[0].head.have == 0

@@ -200,18 +200,13 @@ def test_a_head_start_that_was_cancelled_ends_no_later_follow_of_the_same_name()
 def test_a_piece_that_a_rank_never_lends_does_not_fail_the_request() -> None:
     """The order of one rank was overtaken by its recall, so that its claim is answered `NotYet` for ever."""
     service = Service(2, 1)
-    world, (first, _) = service.world, service.prefill
-    piece = service.params(2, 0, "p/2", recall=True)
-    first.core.lend(piece, 1, world.time(first), TICKET, is_piece=True)
-    world.settle(first)
-    world.run()
-    service.start(piece)
-    world.run()
+    service.early(2, service.prefill[:1])
+    service.world.run()
     params, _ = service.lend()
-    world.run()
+    service.world.run()
     service.pull(params, 5.0)
     for _ in range(12):
-        world.run(0.5)
+        service.world.run(0.5)
     (request,) = service.requests
     assert request.pull is not None
     assert (request.pull.kind, request.pull.reason) == (Kind.PULL, Reason.COMPLETE)
@@ -219,16 +214,11 @@ def test_a_piece_that_a_rank_never_lends_does_not_fail_the_request() -> None:
 
 def test_a_pull_that_is_too_late_behind_a_piece_is_too_late_and_not_cancelled() -> None:
     service = Service(2, 1)
-    world, (first, _) = service.world, service.prefill
-    piece = service.params(2, 0, "p/2", recall=True)
-    first.core.lend(piece, 1, world.time(first), TICKET, is_piece=True)
-    world.settle(first)
-    world.run()
-    service.start(piece)
-    world.run()
+    service.early(2, service.prefill[:1])
+    service.world.run()
     service.pull(service.params(4, 0, "p"), 5.0)
     for _ in range(12):
-        world.run(0.5)
+        service.world.run(0.5)
     (request,) = service.requests
     assert request.state is RequestState.OVER
     assert request.pull is not None
@@ -445,14 +435,9 @@ def test_a_head_start_that_differs_releases_its_loan_when_it_is_cancelled() -> N
 
 def test_a_piece_that_waits_for_long_makes_no_warning() -> None:
     service = Service(2, 1)
-    world, (first, _) = service.world, service.prefill
-    piece = service.params(2, 0, "p/2", recall=True)
-    first.core.lend(piece, 1, world.time(first), TICKET, is_piece=True)
-    world.settle(first)
-    world.run()
-    service.start(piece)
+    service.early(2, service.prefill[:1])
     for _ in range(80):
-        world.run(0.5)
+        service.world.run(0.5)
     assert service.decode[0].said == []
 
 

@@ -175,11 +175,7 @@ async def test_metrics_count_pieces_apart_from_pulls_and_loans() -> None:
 def test_a_piece_that_one_rank_never_lends_does_not_hold_up_the_pull() -> None:
     service = Service(2, 1)
     world, (first, second) = service.world, service.prefill
-    piece = service.params(1, 0, "p/1", recall=True)
-    first.core.lend(piece, 1, world.time(first), TICKET, is_piece=True)
-    world.settle(first)
-    world.run()
-    service.start(piece)
+    service.early(1, [first])
     world.run(1.0)
     for rank in (first, second):  # a preemption, before the second rank has got the order
         rank.core.prefill.offers.end_pieces(TICKET)
