@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from asynckv.core import notes
 from asynckv.core.types import SHOWN_LETTERS, Key, Outcome, PullId, Reason, ReplyTo, RequestId, members, rank_name
-from asynckv.core.wire import RELEASE_NONCE, Ack, Claim, Granted, Refused, Release, Renew, blocks_digest
+from asynckv.core.wire import RELEASE_NONCE, Ack, Claim, Granted, OfReader, Refused, Release, Renew, blocks_digest
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import BlockRuns, Int64s
 from asynckv.geometry.match import owed_readers
@@ -255,7 +255,7 @@ class Lease:
     # -- events ------------------------------------------------------------------------------------
 
     def receive(
-        self, message: Claim | Renew | Release, sender: str, now: float, proven: str = "", reply_to: ReplyTo = NOWHERE
+        self, message: OfReader, sender: str, now: float, proven: str = "", reply_to: ReplyTo = NOWHERE
     ) -> Effects:
         """Take a message of the process start `sender`. `proven` is the key that its connection `reply_to` proved."""
         after = ON_EVENT[self.state].get(type(message)) or self._impossible(type(message))
@@ -341,7 +341,7 @@ class Lease:
         if len(self.refused) < MAX_REFUSALS and all((x.what, x.reason, x.who) != kind for x in self.refused):
             self.refused.append(refusal)
 
-    def name_of(self, message: Claim | Renew | Release, sender: str) -> str:
+    def name_of(self, message: OfReader, sender: str) -> str:
         if not isinstance(message, Renew):
             return message.cohort.name(sender)
         return self.names.get(sender, f"?@{sender[:SHOWN_LETTERS]}")
@@ -589,6 +589,6 @@ _OTHER_KEY = "this reader used another key before"
 WHAT = {Claim: "claim", Renew: "renew", Release: "release"}
 
 
-def refused(message: Claim | Renew | Release, reason: Reason, detail: str = "") -> Refused:
+def refused(message: OfReader, reason: Reason, detail: str = "") -> Refused:
     nonce = RELEASE_NONCE if isinstance(message, Release) else message.nonce
     return Refused(message.key, message.pull_id, nonce, reason, detail)

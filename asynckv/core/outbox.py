@@ -114,19 +114,9 @@ class Traced(Struct, frozen=True):
     entries: tuple[tuple[float, str | Note], ...]
 
 
-Command = (
-    LoadPeer
-    | RemovePeer
-    | DetachRead
-    | PackBlocks
-    | PullReached
-    | RequestReached
-    | FollowReached
-    | LeaseOver
-    | PeerReached
-    | Traced
-    | Told
-)
+ForPlane = LoadPeer | RemovePeer | DetachRead | PackBlocks
+ToTell = PullReached | RequestReached | FollowReached | LeaseOver | PeerReached | Traced | Told
+Command = ForPlane | ToTell
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -44,6 +44,7 @@ from asynckv.core.wire import (
     Follow,
     Granted,
     NotYet,
+    OfReader,
     Pack,
     Packed,
     Ping,
@@ -308,9 +309,7 @@ class PrefillSide:
 
     # -- messages and time -------------------------------------------------------------------------
 
-    def receive(
-        self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float, proven: str = ""
-    ) -> None:
+    def receive(self, message: OfReader, reply_to: ReplyTo, sender: str, now: float, proven: str = "") -> None:
         """Take a reader's message from the process start `sender`, over the connection `reply_to`.
 
         `proven` is the key that this connection proved, and empty without keys.
@@ -476,7 +475,7 @@ class PrefillSide:
         )
 
     def _answer_for_nothing_lent(
-        self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float, proven: str
+        self, message: OfReader, reply_to: ReplyTo, sender: str, now: float, proven: str
     ) -> None:
         key = message.key
         ended = self._ended.get(key)

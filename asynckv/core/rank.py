@@ -63,7 +63,7 @@ AGAIN_S = 1.0  # seconds until an item is woken again after its turn met a bug
 PARTS = 4  # rows, boxes, dims and runs of a recipe that take as long as a ping
 MALFORMED = 100  # cost of a malformed packet to its sender, in pings
 
-_OF_LEASES, _QUESTIONS = (wire.Claim, wire.Renew, wire.Release), (wire.Hello, wire.StatusRequest)
+_OF_READERS, _QUESTIONS = get_args(wire.OfReader), (wire.Hello, wire.StatusRequest)
 _RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(wire.Message)}
 COSTS = dict.fromkeys(_RECEIVED, 2.0) | {
     wire.Ping: 1.0,
@@ -650,7 +650,7 @@ class RankCore:
             if misdirected:
                 self.outbox.counters["dropped.misdirected"] += 1
                 self.readers.misdirected(message, ReplyTo(origin), packet.sender)
-            elif isinstance(message, _OF_LEASES):
+            elif isinstance(message, _OF_READERS):
                 self.prefill.receive(message, ReplyTo(origin), packet.sender, now, proven)
             elif not self._serve(message, ReplyTo(origin), packet.sender, now, principal, proven):
                 self.outbox.counters["dropped.too_many_hellos"] += 1

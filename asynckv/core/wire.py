@@ -348,30 +348,10 @@ class Offered(Struct, frozen=True, array_like=True, tag=22, gc=False):
             _check_reason(self.reason, NOT_OFFERED)
 
 
-Message = (
-    Hello
-    | Welcome
-    | Unwelcome
-    | Claim
-    | Renew
-    | Granted
-    | NotYet
-    | Refused
-    | Release
-    | Ack
-    | Ping
-    | Pong
-    | StatusRequest
-    | Status
-    | Goodbye
-    | Draining
-    | Pack
-    | Packed
-    | Unpack
-    | Follow
-    | Unfollow
-    | Offered
-)
+OfReader = Claim | Renew | Release  # about one lent request
+ToOwner = Hello | OfReader | Follow | Unfollow | Pack | Unpack | StatusRequest
+ToReader = Welcome | Unwelcome | Granted | NotYet | Refused | Ack | Offered | Packed | Status | Draining
+Message = ToOwner | ToReader | Ping | Pong | Goodbye
 
 
 class Packet(Struct, frozen=True, array_like=True, gc=False):
