@@ -206,7 +206,8 @@ class Inspector:
         decode, prefill, step_at = self._decode, self._prefill, self._decode.alive_at
         since = {"result": self._untaken(), "announcement": list[float](), "claim": prefill.claimed_at(now)}
         if now - step_at >= LEAST_STEP_S:  # otherwise nothing is counted, because there may be very many
-            since["announcement"] = [x.called_at for x in decode.pulls.values() if x.is_to_be_pulled]
+            announced = [x for x in decode.pulls.values() if x.kind is Kind.ANNOUNCEMENT and not x.is_published]
+            since["announcement"] = [x.called_at for x in announced]
             since["announcement"] += [at for at, _ in decode.abandoned.values() if at == step_at]
         least = dict.fromkeys(since, LEAST_STEP_S)
         if step_at == math.inf:
@@ -264,7 +265,9 @@ class Inspector:
         reason, until, names = str(hold.kind), math.inf, tuple[str, ...]()
         if isinstance(request, Pull):
             names = tuple(x.where for x in request.sources if x.is_waited_for)
-            reason, until = _held_as(request)
+            reason, until = request.state.value, request.deadline
+            if request.is_published:
+                reason, until = "retired" if request.is_retired else "quarantined", request.retire_at
         elif isinstance(request, Lease):
             names, reason, until = waits_for(request, MAX_RANKS), request.state.value, request.until
         elif request is not None:
@@ -354,16 +357,11 @@ def _holder(request: Lease | Pull) -> str:
     return owner.head.holder if isinstance(owner, Request) and owner.head is not None else request.pull_id
 
 
-def _held_as(pull: Pull) -> tuple[str, float]:
-    """Return in a word why a pull's blocks are held, and when that ends at the latest."""
-    if pull.is_published:
-        return "retired" if pull.is_retired else "quarantined", pull.retire_at
-    return pull.state.value, pull.deadline
-
-
-def is_hidden(pull: Pull) -> bool:
+def is_hidden(request: Lease | Pull | Following) -> bool:
     """Return True for a piece that is part of its request, and holds nothing after its end."""
-    return pull.kind is Kind.PIECE and (pull.is_returned or not pull.is_published)
+    if not isinstance(request, Pull) or request.kind is not Kind.PIECE:
+        return False
+    return request.is_returned or not request.is_published
 
 
 def retry_status(hold: HeldBlocks) -> RequestStatus:

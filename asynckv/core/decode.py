@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never, get_args
 
@@ -23,22 +23,20 @@ from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, Posting
 from asynckv.core.following import Following
 from asynckv.core.follows import Follows
-from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter, remember
 from asynckv.core.news import release_refused, release_unanswered
-from asynckv.core.outbox import DetachRead, Milestone, Outbox, PostRead, PullReached, RequestReached, Traced
+from asynckv.core.outbox import DetachRead, Milestone, PostRead, PullReached, RequestReached, Shared, Traced
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.pull import DO, KIND, Effect, Pull, PullState
+from asynckv.core.readers import Identity
 from asynckv.core.routes import ReadyRoute, Routes
 from asynckv.core.slots import Slots
 from asynckv.core.source import RELEASE, ROLE, UNBLAMED, Blame, RemoteRank, Source
-from asynckv.core.timers import Timers
-from asynckv.core.types import Address, Cohort, How, Key, PullId, Reason, RequestId, TransferId, members
+from asynckv.core.types import Address, How, Key, PullId, Reason, RequestId, TransferId, members
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.gather import can_ask, recipe
-from asynckv.geometry.layout import Layout
 from asynckv.geometry.look import NUM_PLACES, Look
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, ReadRequest, plan_read
@@ -67,13 +65,6 @@ class _Transfer:
     beside: int = 0  # transfers of the peer when this one began, if it shows how long reads take with or without copies
     is_detached: bool = False  # True once it concerns only the peer: its pull goes on without it
 
-    def show_pace(self, now: float) -> None:
-        """Note how long reads of the peer take, with packed copies or without."""
-        if now > self.posted_at:
-            # By Little's law a peer's reads end that far apart.
-            seconds = (now - self.posted_at) / self.beside
-            self.peer.asks.pace.note(is_first=self.is_packed, num_bytes=self.read.num_bytes, seconds=seconds)
-
 
 PROOF_S = 2.0  # for the grant of a piece that was read: a rank may get the order to lend it a step later than another
 _TAKEN_BACK = frozenset({Reason.UNKNOWN, Reason.REVOKED})  # refusals of the claim of a piece that its owner has ended
@@ -83,18 +74,9 @@ _ANSWERS = get_args(Answer)
 
 
 class DecodeSide:
-    def __init__(
-        self,
-        layout: Layout,
-        cohort: Cohort,
-        config: PullConfig,
-        ledger: Ledger,
-        outbox: Outbox,
-        timers: Timers,
-        nonces: Iterator[int],
-        arrivals: Iterator[int],
-        costs: ReadCosts | None = None,
-    ) -> None:
+    def __init__(self, identity: Identity, config: PullConfig, shared: Shared, costs: ReadCosts | None) -> None:
+        self._ledger, self._outbox, self._timers, self._arrivals = shared
+        self._layout, self._config, self._nonces = identity.layout, config, itertools.count(identity.first_nonce)
         self.pulls: dict[PullId, Pull] = {}
         self.by_request: dict[RequestId, Pull] = {}  # pulls without an outcome, by the caller's id
         self.started: set[PullId] = set()
@@ -109,12 +91,9 @@ class DecodeSide:
         self.answered: deque[PostRead] = deque()  # reads that waited for a packed copy, and are to be posted
         self.entered: dict[Pull, None] = {}  # pulls that may read and never waited; their plans come after their claims
         self.posting = Posting(config.total_bytes, config.total_descriptors)
-        self.routes = Routes(layout, self._tables_made, costs)
-        self.peers = Peers(layout, cohort, config, outbox, timers, nonces, self.routes)
-        self.follows = Follows(config, outbox, timers, nonces, self.peers)
-        self._layout, self._config = layout, config
-        self._ledger, self._outbox, self._timers, self._nonces = ledger, outbox, timers, nonces
-        self._arrivals = arrivals
+        self.routes = Routes(self._layout, self._tables_made, costs)
+        self.peers = Peers(identity, config, shared, self._nonces, self.routes)
+        self.follows = Follows(config, shared, self._nonces, self.peers)
         self._transfer_ids = itertools.count(1)
         self.scheduled_at = math.inf  # when the next pull of `_to_meet` has its turn
         self._to_meet: dict[Pull, None] = {}
@@ -170,7 +149,7 @@ class DecodeSide:
         for source in () if lists.is_empty else pull.sources:
             if source.role is ROLE.RELEASE_ONLY and source.tables is None and pull.failure is None:
                 # The rank could not be met while the request was only announced, perhaps long ago: try once more.
-                source.wanted()
+                source.role = ROLE.READ
                 self._meet(pull, source, now)
         self._route(pull, now, at_once=True)
 
@@ -223,7 +202,7 @@ class DecodeSide:
         for peer in self.peers.in_the_way(engine_id, ranks):
             text = f"{peer.where} has not answered, and gave way to others that were named since; correct the endpoints"
             for other in self._pulls_of(peer):
-                source = other.source_at(peer.place)
+                source = _source_at(peer, other)
                 if source.reads and not source.proven and other.reason is None:
                     # Other ranks might hold the same, but meeting them would take the room that is needed here.
                     other.could_not_meet(now + self._config.backoff_s)
@@ -265,7 +244,8 @@ class DecodeSide:
             effects = pull.admitted(plans, now)
         except Exception as exc:
             reason = Reason.REMOTE_TOO_SHORT if isinstance(exc, RemoteTooShort) else Reason.UNPLANNABLE
-            self._carry_out(pull, pull.unplannable(reason, str(exc) or repr(exc), now), now)
+            pull.measures.admitted_at = min(pull.measures.admitted_at, now)
+            self.fail(pull, reason, str(exc) or repr(exc), now)
             if not isinstance(exc, RemoteTooShort | PlanRefused | LayoutError):
                 raise
             return pull
@@ -370,8 +350,10 @@ class DecodeSide:
             if peer.line.is_set_aside and peer.state is S.READY:
                 self._take_back(peer)
             counters["bytes.read" if look is None else "bytes.looked_at"] += transfer.read.num_bytes
-            if transfer.beside:
-                transfer.show_pace(now)
+            if transfer.beside and now > transfer.posted_at:
+                # By Little's law a peer's reads end that far apart, with packed copies or without.
+                apart_s = (now - transfer.posted_at) / transfer.beside
+                peer.asks.pace.note(is_first=transfer.is_packed, num_bytes=transfer.read.num_bytes, seconds=apart_s)
         elif ending is ENDING.REFUSED:
             # Preparing a table takes a while, so that its refusal and the pull's deadline may be found in one turn. The
             # pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
@@ -419,9 +401,9 @@ class DecodeSide:
         if failure:
             self._failed(peer, Reason.UNREACHABLE, failure, now, How.NOT_LOADED)
             return
-        for other in self.peers.at(peer.address):
+        for other in self.peers.at(peer.address, S.READY, S.SUSPECT):
             # One address serves one process start at a time.
-            if other is not peer and other.state in (S.READY, S.SUSPECT):
+            if other is not peer:
                 self._lose(other, Reason.RESTARTED, f"{peer.where} answers there now", now, How.REPLACED)
         self._ready(peer, now)
 
@@ -445,16 +427,16 @@ class DecodeSide:
             self._lose(peer, Reason.ENGINE_CLOSED, detail, now, How.LEFT)
 
     def hint(self, address: Address, how: How, text: str = "") -> None:
-        for peer in self.peers.greeted(address):
+        for peer in self.peers.at(address, S.CONNECTING):
             peer.hint = how, text
 
     def refused(self, address: Address, detail: str, now: float) -> None:
-        for peer in self.peers.greeted(address):
+        for peer in self.peers.at(address, S.CONNECTING):
             how = peer.hint[0] if peer.hint is not None else How.NO_ANSWER
             self._failed(peer, Reason.UNREACHABLE, f"{peer.where} cannot be asked: {detail}", now, how)
 
     def foreign_version(self, address: Address, detail: str, now: float) -> None:
-        for peer in self.peers.greeted(address):
+        for peer in self.peers.at(address, S.CONNECTING):
             self._lose(peer, Reason.PROTOCOL, detail, now)
 
     def receive(self, message: wire.Message, address: Address, sender: str, now: float) -> None:
@@ -717,10 +699,10 @@ class DecodeSide:
                 self._make_room(source)
             if self._to_look:
                 self._to_look.pop(source, None)
-            is_new = pull.reason is Reason.DIFFERS and peer is not None and not peer.has_differed
-            if is_new and peer is not None and source.differs is not None:
+            differs = source.differs if pull.reason is Reason.DIFFERS else None
+            if differs is not None and peer is not None and not peer.has_differed:
                 peer.has_differed = True
-                self._outbox.commands.append(BytesDiffer(peer.name, pull.request_id, *source.differs))
+                self._outbox.commands.append(BytesDiffer(peer.name, pull.request_id, *differs))
         return effects
 
     def _attempt_ended(self, pull: Pull, request: Request, now: float) -> None:
@@ -860,7 +842,7 @@ class DecodeSide:
         """Meet all ranks that this rank answers for, or fail the pull, because they are met and do not hold enough."""
         others = [source for source in pull.sources if source.role is ROLE.UNKNOWN]
         for source in others:
-            source.wanted()
+            source.role = ROLE.READ
         for source in others:
             if pull.failure is None:
                 self._meet(pull, source, now)
@@ -882,7 +864,7 @@ class DecodeSide:
                 # The link broke while other pulls owed a release there, and this pull meets the same process start
                 # again. The releases are still owed to it, and fail with the new peer if it is lost as well.
                 for pull_id in before.pulls:
-                    if not self.pulls[pull_id].source_at(before.place).is_settled:
+                    if not _source_at(before, self.pulls[pull_id]).is_settled:
                         self.peers.attach(peer, pull_id, now)
                 before.pulls.clear()
         if pull.pull_id not in peer.pulls:
@@ -915,7 +897,7 @@ class DecodeSide:
         self.posting.take_turn(peer.line)
         self.follows.ready(peer, now)
         for pull in self._pulls_of(peer):
-            source = pull.source_at(peer.place)
+            source = _source_at(peer, pull)
             if source.role is ROLE.READ and not pull.is_published:
                 # Two requests may give one endpoint different names while its handshake runs. The answer decides, and
                 # the request that named it wrongly fails here.
@@ -941,7 +923,7 @@ class DecodeSide:
         peer.num_failed = 0
         self.follows.lost(peer, reason, detail, now)
         for pull in self._pulls_of(peer):
-            was_well, source = pull.failure is None, pull.source_at(peer.place)
+            was_well, source = pull.failure is None, _source_at(peer, pull)
             if pull.is_published:
                 there = self.peers.by_place.get(source.rank.place)  # another peer, if the rank was met anew
                 if source.release is not RELEASE.SETTLED and (there is None or there.state is S.GONE):
@@ -985,9 +967,9 @@ class DecodeSide:
 
     def _is_aside(self, pull: Pull) -> bool:
         """True if the pull waits for a rank that sends nothing."""
-        for source in pull.sources:
-            if source.role is ROLE.READ and not source.proven:
-                peer = self.peers.by_place.get(source.rank.place)
-                if peer is not None and peer.line.is_set_aside:
-                    return True
-        return False
+        waits_for = [self.peer_of(source) for source in pull.sources if source.reads and not source.proven]
+        return any(peer is not None and peer.line.is_set_aside for peer in waits_for)
+
+
+def _source_at(peer: Peer, pull: Pull) -> Source:
+    return pull.sources[pull.route.index[peer.place]]

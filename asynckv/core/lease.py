@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from asynckv.core import notes
 from asynckv.core.types import SHOWN_LETTERS, Key, Outcome, PullId, Reason, ReplyTo, RequestId, members, rank_name
-from asynckv.core.wire import RELEASE_NONCE, Ack, Claim, Granted, Refused, Release, Renew, blocks_digest
+from asynckv.core.wire import RELEASE_NONCE, Ack, Claim, Granted, OfReader, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import BlockRuns, Int64s
 from asynckv.geometry.match import owed_readers
@@ -109,7 +109,6 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
     request_id: RequestId
     groups: tuple[BlockRuns, ...]
     num_tokens: int
-    written: bool
     lease_s: float
     grant_s: float
     max_lease_s: float
@@ -118,8 +117,6 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
     tp_size: int
     num_token_shards: int = 1
     warn_s: float = math.inf
-    hashes: tuple[str, ...] = ()
-    hash_tokens: int = 0
     recall: bool = False  # True if its owner may take it back at once, whatever was granted
 
 
@@ -203,6 +200,7 @@ class Lease:
 
     lent: Lent
     lent_at: float
+    digest: bytes  # of the params
     number: int = 0  # place among all leases and pulls of the rank, in the order in which they began
     state: LeaseState = L.LENT
     since: float = field(init=False)
@@ -210,7 +208,6 @@ class Lease:
     """Time at which the lease expires. A grant may postpone it; an early release of that grant does not undo this."""
     look_at: float = field(init=False)  # time of the next check for grants that ran out, and readers that are gone
     warn_at: float = field(init=False)  # time of the next warning that it is held for long; the interval doubles
-    digest: bytes = field(init=False)
     history: notes.History = field(init=False)
     is_over: bool = False
     cohorts: dict[str, BoundCohort] = field(default_factory=dict)
@@ -249,13 +246,11 @@ class Lease:
         lent, now = self.lent, self.lent_at
         self.since, self.history = now, [(now, L.LENT)]
         self.expires_at, self.look_at, self.warn_at = now + lent.lease_s, now + lent.grant_s, now + lent.warn_s
-        said = lent.groups, lent.num_tokens, lent.written, lent.hashes, lent.hash_tokens, lent.recall
-        self.digest = blocks_digest(*said)
 
     # -- events ------------------------------------------------------------------------------------
 
     def receive(
-        self, message: Claim | Renew | Release, sender: str, now: float, proven: str = "", reply_to: ReplyTo = NOWHERE
+        self, message: OfReader, sender: str, now: float, proven: str = "", reply_to: ReplyTo = NOWHERE
     ) -> Effects:
         """Take a message of the process start `sender`. `proven` is the key that its connection `reply_to` proved."""
         after = ON_EVENT[self.state].get(type(message)) or self._impossible(type(message))
@@ -341,7 +336,7 @@ class Lease:
         if len(self.refused) < MAX_REFUSALS and all((x.what, x.reason, x.who) != kind for x in self.refused):
             self.refused.append(refusal)
 
-    def name_of(self, message: Claim | Renew | Release, sender: str) -> str:
+    def name_of(self, message: OfReader, sender: str) -> str:
         if not isinstance(message, Renew):
             return message.cohort.name(sender)
         return self.names.get(sender, f"?@{sender[:SHOWN_LETTERS]}")
@@ -589,6 +584,6 @@ _OTHER_KEY = "this reader used another key before"
 WHAT = {Claim: "claim", Renew: "renew", Release: "release"}
 
 
-def refused(message: Claim | Renew | Release, reason: Reason, detail: str = "") -> Refused:
+def refused(message: OfReader, reason: Reason, detail: str = "") -> Refused:
     nonce = RELEASE_NONCE if isinstance(message, Release) else message.nonce
     return Refused(message.key, message.pull_id, nonce, reason, detail)

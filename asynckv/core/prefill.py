@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
 
 import numpy as np
 from msgspec import Struct
@@ -28,15 +27,14 @@ from msgspec import Struct
 from asynckv.config import EngineConfig, check_lease
 from asynckv.core.copies import NO_SLOT, Copies
 from asynckv.core.lease import AT_ONCE, PROBE_S, WHAT, Effects, Grant, Lease, LeaseState, Lent, Reader, Refusal
-from asynckv.core.ledger import FEW, Ledger
+from asynckv.core.ledger import FEW
 from asynckv.core.limits import remember, warn_after
 from asynckv.core.news import lease_granted
 from asynckv.core.offers import Offers
-from asynckv.core.outbox import LeaseOver, Outbox, Traced
+from asynckv.core.outbox import LeaseOver, Shared, Traced
 from asynckv.core.parking import ParkedMessage, Parking
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.spent import SpentKeys
-from asynckv.core.timers import Timers
 from asynckv.core.types import SAME_SHARDS, Key, KVTransferParams, Outcome, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.wire import (
     Ack,
@@ -44,6 +42,7 @@ from asynckv.core.wire import (
     Follow,
     Granted,
     NotYet,
+    OfReader,
     Pack,
     Packed,
     Ping,
@@ -63,9 +62,6 @@ from asynckv.told import MAX_GRANTS, ReaderRefused, short
 MAX_ENDED = 8192
 
 NO_BLOCKS: Int64s = np.zeros(0, np.int64)
-
-PARKED_TEXT = 1024
-"""Characters of a request id that fit in one parking place. A longer id takes more places."""
 
 MAX_NAMED = 4
 
@@ -97,22 +93,13 @@ class Ended(Struct, frozen=True, gc=False):
 
 
 class PrefillSide:
-    def __init__(
-        self,
-        identity: Identity,
-        config: EngineConfig,
-        ledger: Ledger,
-        outbox: Outbox,
-        timers: Timers,
-        readers: Readers,
-        arrivals: Iterator[int],
-    ) -> None:
+    def __init__(self, identity: Identity, config: EngineConfig, shared: Shared, readers: Readers) -> None:
         self.leases: dict[Key, Lease] = {}
         self.memory_epoch = identity.memory_epoch
         self.closed_as = ""
         """Why the engine takes nothing new, in a word; empty while it is open. A closed engine parks nothing."""
-        self._layout, self._ledger, self._outbox, self._timers = identity.layout, ledger, outbox, timers
-        self._config, self._readers, self._arrivals = config.lease, readers, arrivals
+        self._ledger, self._outbox, self._timers, self._arrivals = shared
+        self._layout, self._config, self._readers = identity.layout, config.lease, readers
         self._shards = identity.layout.num_token_shards
         self._here = identity.engine_id, identity.layout.tp_size, identity.layout.pp_size, self._shards
         self._held_fraction = config.log.held_fraction
@@ -120,7 +107,7 @@ class PrefillSide:
         """The last request's lease, which was checked, and how long it may be held before it is reported."""
         self.max_ended = MAX_ENDED
         self.parking = Parking(config.lease)
-        self.offers = Offers(self.parking, outbox, MAX_ENDED)
+        self.offers = Offers(self.parking, self._outbox, MAX_ENDED)
         self._claimed: dict[Key, tuple[float, float]] = {}
         """Times of the first and the last claim of each request that is not lent, because parked claims repeat."""
         self.lent_at, self.lease_s = -math.inf, config.lease.lease_s  # time of the last lend, and what it lends for
@@ -134,7 +121,7 @@ class PrefillSide:
         self._read_at: OrderedDict[str, tuple[bool, float]] = OrderedDict()
         """Time at which a request of each reader ended last, by its key (True) or its process start."""
         self.spent = SpentKeys()
-        self.copies, self._ranges = Copies(identity.packing, outbox), Ranges(identity.layout)
+        self.copies, self._ranges = Copies(identity.packing, self._outbox), Ranges(identity.layout)
 
     # -- calls -------------------------------------------------------------------------------------
 
@@ -159,9 +146,6 @@ class PrefillSide:
             request_id=RequestId(params.request_id),
             groups=params.groups,
             num_tokens=params.num_tokens,
-            written=params.written,
-            hashes=params.hashes,
-            hash_tokens=params.hash_tokens,
             recall=bool(params.recall),
             lease_s=params.lease_s,
             grant_s=min(self._config.grant_s, params.lease_s),
@@ -195,7 +179,7 @@ class PrefillSide:
             raise self._spent_before(lent)
         # A rank that was restarted while others slept has memory that is as new as theirs.
         self.memory_epoch = key.memory_epoch
-        lease, self.lent_at = Lease(lent, now, next(self._arrivals)), now
+        lease, self.lent_at = Lease(lent, now, blocks_digest(params), next(self._arrivals)), now
         if is_piece:
             lease.scheduled_at = -math.inf  # it is never woken
             self.offers.lend_piece(ticket, lease, params)
@@ -244,8 +228,7 @@ class PrefillSide:
 
     def check_recall(self, params: KVTransferParams) -> None:
         """Refuse params that are not those of the loan, because its reader goes by what was lent."""
-        said = params.groups, params.num_tokens, params.written, params.hashes, params.hash_tokens, params.recall
-        if (lease := self.leases.get(params.key)) is not None and lease.digest != blocks_digest(*said):
+        if (lease := self.leases.get(params.key)) is not None and lease.digest != blocks_digest(params):
             raise LocalProtocolError(
                 f"request {params.request_id[:200]!r} was lent with other params (other blocks, or not with "
                 f"recall=True); give those that it was lent with, or withdraw it and wait for its end"
@@ -304,13 +287,11 @@ class PrefillSide:
             if isinstance(parked.message, Claim):
                 self._refuse(parked.message, parked.reply_to, parked.sender, Reason.ENGINE_CLOSED)
             elif isinstance(parked.message, Follow):
-                self.offers.refuse(parked, how)
+                self.offers.answer(parked, how)
 
     # -- messages and time -------------------------------------------------------------------------
 
-    def receive(
-        self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float, proven: str = ""
-    ) -> None:
+    def receive(self, message: OfReader, reply_to: ReplyTo, sender: str, now: float, proven: str = "") -> None:
         """Take a reader's message from the process start `sender`, over the connection `reply_to`.
 
         `proven` is the key that this connection proved, and empty without keys.
@@ -337,9 +318,7 @@ class PrefillSide:
         if effects.has_ended or wakes or lease.is_sampled or self._outbox.trace or lease.ended_copies:
             self._follow(lease, effects, noted)
 
-    def pack(
-        self, pack: Pack, reply_to: ReplyTo, sender: str, now: float, principal: str = "", proven: str = ""
-    ) -> None:
+    def pack(self, pack: Pack, reply_to: ReplyTo, sender: str, now: float, principal: str, proven: str) -> None:
         """Make a packed copy for the grant of a pull, or refuse to. `principal` is the key or host that asks."""
         lease, holding = self.leases.get(pack.key), self._ledger.get(pack.key.token)
         grant = lease.grant_of(PullId(pack.pull_id), sender, now, proven) if lease is not None else None
@@ -361,7 +340,7 @@ class PrefillSide:
         self._outbox.counters["copies.refused"] += 1
         self._outbox.send(reply_to, sender, Packed(pack.key, pack.pull_id, pack.nonce, NO_SLOT))
 
-    def unpack(self, unpack: Unpack, sender: str, now: float, proven: str = "") -> None:
+    def unpack(self, unpack: Unpack, sender: str, now: float, proven: str) -> None:
         """Let go of a packed copy. A stranger's word would have it overwritten while its reader reads."""
         lease = self.leases.get(unpack.key)
         if lease is not None and lease.grant_of(PullId(unpack.pull_id), sender, now, proven) is not None:
@@ -476,7 +455,7 @@ class PrefillSide:
         )
 
     def _answer_for_nothing_lent(
-        self, message: Claim | Renew | Release, reply_to: ReplyTo, sender: str, now: float, proven: str
+        self, message: OfReader, reply_to: ReplyTo, sender: str, now: float, proven: str
     ) -> None:
         key = message.key
         ended = self._ended.get(key)
@@ -510,8 +489,7 @@ class PrefillSide:
     # -- early messages ----------------------------------------------------------------------------
 
     def _park(self, message: Claim | Release, reply_to: ReplyTo, sender: str, now: float, proven: str) -> None:
-        room = 1 + len(message.request_id) // PARKED_TEXT
-        if not self.parking.park(message.key, message.pull_id, message, reply_to, sender, now, proven, room):
+        if not self.parking.park(message, reply_to, sender, now, proven):
             self._outbox.counters["parked.refused"] += 1
             if isinstance(message, Claim):
                 # The claim is not kept, because its sender repeats it.

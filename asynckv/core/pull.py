@@ -29,25 +29,14 @@ from msgspec import Struct
 from asynckv.config import PullConfig
 from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
-from asynckv.core.routes import Route
+from asynckv.core.routes import Route, refusal
 from asynckv.core.source import MAX_CLAIM_PAUSE_S, RELEASE, ROLE, UNBLAMED, Blame, Source
-from asynckv.core.types import (
-    Cohort,
-    How,
-    KVTransferParams,
-    Outcome,
-    Place,
-    PullId,
-    Reason,
-    RequestId,
-    TransferId,
-    members,
-)
+from asynckv.core.types import Cohort, How, KVTransferParams, Outcome, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
-from asynckv.errors import LocalProtocolError
+from asynckv.errors import LocalProtocolError, RemoteTooShort
 from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.look import Difference, Look, differing, looks
-from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.pairing import BlockLists, common_prefix
 from asynckv.geometry.plan import Plan, ReadRequest
 from asynckv.geometry.tables import PeerTables
 
@@ -212,6 +201,26 @@ class PullRequest:
     is_last: bool = True
     priority: int = 0
 
+    def wanted_tokens(self) -> int:
+        """Return how many tokens are read, from the prompt's start: those on which both sides' hashes agree."""
+        params = self.params
+        wanted = params.num_tokens if self.num_tokens is None else self.num_tokens
+        if not 0 <= wanted <= params.num_tokens:
+            raise RemoteTooShort(
+                f"remote too short: {wanted} tokens are wanted, but the prefill side offers {params.num_tokens}",
+                request_id=self.request_id,
+                reason=Reason.REMOTE_TOO_SHORT,
+            )
+        if self.hashes is None:
+            return wanted
+        if not params.hash_tokens:
+            raise refusal(
+                self.request_id,
+                f"hashes were given to compare, but the params of request {params.request_id[:80]!r} carry none; "
+                f"give hashes and hash_tokens to make_params",
+            )
+        return common_prefix(self.hashes, params.hashes, params.hash_tokens, wanted)
+
 
 class Measures(Struct, gc=False):
     """Times and amounts of a pull that are told, and steer nothing. Each time is infinite until it has come."""
@@ -315,9 +324,6 @@ class Pull:
                 return True
         return False
 
-    def source_at(self, place: Place) -> Source:
-        return self.sources[self.route.index[place]]
-
     @property
     def wake_at(self) -> float:
         when = self.warn_at
@@ -374,10 +380,6 @@ class Pull:
     def steps(self) -> int:
         return 1 + len(self.sources)
 
-    @property
-    def is_to_be_pulled(self) -> bool:
-        return self.kind is KIND.ANNOUNCEMENT and not self.is_published
-
     def take_warning(self, now: float) -> bool:
         """Return True once after `warn_s` in one state, and again at each doubling of that time."""
         if now < self.warn_at:
@@ -391,10 +393,6 @@ class Pull:
         return True
 
     # -- events ------------------------------------------------------------------------------------
-
-    def wanted(self, is_last: bool, priority: int, retryable: frozenset[Reason]) -> None:
-        """Set options that an announcement lacks, or that the caller changed since."""
-        self.is_last, self.priority, self.retryable = is_last, priority, retryable
 
     def start(self, lists: BlockLists, deadline: float, now: float) -> list[Effect]:
         after = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED)
@@ -440,11 +438,6 @@ class Pull:
         """Give up reading a rank that could not be met, because another rank may hold the same bytes."""
         source.not_wanted()
         self.unmet = self.unmet or (reason, detail, blame)
-
-    def unplannable(self, reason: Reason, detail: str, now: float) -> list[Effect]:
-        """Fail an admitted pull, because its plan cannot be made; see `admitted`."""
-        self.measures.admitted_at = min(self.measures.admitted_at, now)
-        return self.fail(reason, detail, now)
 
     def admitted(self, plans: Iterable[tuple[Source, Plan]], now: float) -> list[Effect]:
         """Begin to read, with these plans for the sources that have none yet."""
@@ -622,7 +615,7 @@ class Pull:
 
     def make_messages(self, nonces: Iterator[int], now: float) -> Iterable[tuple[Source, Message]]:
         out: list[tuple[Source, Message]] = []
-        params = self.params
+        key, request_id = self.params.key, self.params.request_id
         for source in self.sources:
             if now >= source.claim_at:
                 if source.role is ROLE.READ and self.reason is None:
@@ -630,14 +623,11 @@ class Pull:
                     seconds = 0.001 if left < 0.001 else left if left < MAX_ASKED_S else MAX_ASKED_S
                     nonce, covered = next(nonces), now < source.covered_until
                     source.claimed(nonce, self.limits.claim_retry_s, now)
-                    asked: Message = (
-                        Renew(params.key, self.pull_id, nonce, seconds)
-                        if covered
-                        else Claim(
-                            params.key, params.request_id, self.cohort, self.pull_id, nonce, self.digest, seconds
-                        )
-                    )
-                    out.append((source, asked))
+                    if covered:
+                        out.append((source, Renew(key, self.pull_id, nonce, seconds)))
+                    else:
+                        claim = Claim(key, request_id, self.cohort, self.pull_id, nonce, self.digest, seconds)
+                        out.append((source, claim))
                 else:
                     source.claim_at = math.inf
             if now >= source.release_at:

@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import get_args
@@ -35,7 +35,7 @@ from asynckv.core.head_start import HeadStart
 from asynckv.core.lease import Lease
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter, warn_after
-from asynckv.core.outbox import FollowReached, Milestone, Outbox, RequestReached
+from asynckv.core.outbox import FollowReached, Milestone, Outbox, RequestReached, Shared
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.prefill import PrefillSide
@@ -45,25 +45,18 @@ from asynckv.core.routes import Route, refusal
 from asynckv.core.source import ROLE, Source
 from asynckv.core.timers import Timed, Timers
 from asynckv.core.types import Address, Cohort, FollowParams, KVTransferParams, PullId, Reason, ReplyTo, RequestId
-from asynckv.errors import (
-    AsyncKVError,
-    EngineClosed,
-    LocalProtocolError,
-    Overloaded,
-    RemoteProtocolError,
-    RemoteTooShort,
-)
+from asynckv.errors import AsyncKVError, EngineClosed, LocalProtocolError, Overloaded, RemoteProtocolError
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.overlap import pools
-from asynckv.geometry.pairing import BlockLists, common_prefix
+from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.staging import ReadCosts
 
 AGAIN_S = 1.0  # seconds until an item is woken again after its turn met a bug
 PARTS = 4  # rows, boxes, dims and runs of a recipe that take as long as a ping
 MALFORMED = 100  # cost of a malformed packet to its sender, in pings
 
-_OF_LEASES, _QUESTIONS = (wire.Claim, wire.Renew, wire.Release), (wire.Hello, wire.StatusRequest)
+_OF_READERS, _QUESTIONS = get_args(wire.OfReader), (wire.Hello, wire.StatusRequest)
 _RECEIVED = {kind: f"received.{kind.__name__.lower()}" for kind in get_args(wire.Message)}
 COSTS = dict.fromkeys(_RECEIVED, 2.0) | {
     wire.Ping: 1.0,
@@ -92,16 +85,12 @@ class RankCore:
         self.outbox = Outbox(identity.incarnation)
         self.timers = Timers()
         self.ledger = Ledger([g.num_blocks for g in layout.groups], pools(layout))
-        self.cohort = Cohort(identity.engine_id, layout.tp_size, layout.tp_rank, layout.pp_size, layout.pp_stage)
-        self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
-        arrivals = itertools.count()
-        self.readers = Readers(identity, self.outbox)
-        self.prefill = PrefillSide(identity, config, self.ledger, self.outbox, self.timers, self.readers, arrivals)
+        self.cohort, self.readers = identity.cohort, Readers(identity, self.outbox)
+        shared = Shared(self.ledger, self.outbox, self.timers, itertools.count())
+        self.prefill = PrefillSide(identity, config, shared, self.readers)
         self.lend, self.withdraw = self.prefill.lend, self.prefill.withdraw
         self.withdraw_ticket = self.prefill.offers.withdraw
-        self.decode = DecodeSide(
-            layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, arrivals, costs
-        )
+        self.decode = DecodeSide(identity, config.pull, shared, costs)
         self.decode.follows.on_late, self.decode.follows.on_piece = self._release_late, self._offered_piece
         self.on_question: Ask = lambda *_: True
         self.on_overdue: Callable[[Lease | Pull, float], None] = lambda *_: None
@@ -193,14 +182,7 @@ class RankCore:
         return pull
 
     def _make_pull(
-        self,
-        request: PullRequest,
-        wait_s: float,
-        now: float,
-        kind: Kind,
-        *,
-        attempt: int = 1,
-        retryable: frozenset[Reason] = NONE,
+        self, request: PullRequest, wait_s: float, now: float, kind: Kind, owner: Request | None = None
     ) -> Pull:
         params, cohort_id = request.params, request.cohort_id
         route = self.decode.routes.answered_for(request.request_id, params)
@@ -214,18 +196,14 @@ class RankCore:
         share = self.config.pull.second_look
         sources: list[Source] = []
         for rank in route.ranks:
-            sources.append(Source(pull_id, rank, predicted if rank.is_predicted else other))  # noqa: PERF401
-        if params.recall:
-            for source in sources:
-                source.confirms = True
+            role = predicted if rank.is_predicted else other
+            sources.append(Source(pull_id, rank, role, confirms=params.recall is True))
         return Pull(
             pull_id=pull_id,
             request_id=RequestId(request.request_id),
             params=params,
             cohort=self._cohort(cohort_id) if cohort_id else self.cohort,
-            digest=wire.blocks_digest(
-                params.groups, params.num_tokens, params.written, params.hashes, params.hash_tokens, params.recall
-            ),
+            digest=wire.blocks_digest(params),
             sources=sources,
             route=route,
             limits=self.config.pull,
@@ -235,10 +213,11 @@ class RankCore:
             warn_s=warn_s,
             warn_at=now + warn_s,
             priority=request.priority,
-            attempt=attempt,
-            retryable=retryable,
+            attempt=1 if owner is None else max(owner.attempts, 1),
+            retryable=owner.retryable if owner is not None and owner.retries else NONE,
             is_last=request.is_last,
             kind=kind,
+            owner=owner,
             looks=share > 0 and int(hashlib.sha256(pull_id.encode()).hexdigest()[:8], 16) < share * (1 << 32),
         )
 
@@ -315,8 +294,7 @@ class RankCore:
         asked = PullRequest(name, (), piece, following.cohort.id, priority=MAX_INTEGER)
         before = request.pull
         try:
-            request.pull = pull = self._make_pull(asked, wait_s, now, KIND.PIECE)
-            pull.owner = request
+            request.pull = pull = self._make_pull(asked, wait_s, now, KIND.PIECE, request)
             self.decode.start(pull, lists, {}, now + wait_s, now)
         except AsyncKVError:  # its ranks cannot be read
             self.outbox.counters["pieces.refused"] += 1
@@ -333,7 +311,7 @@ class RankCore:
                 f"another request; cancel it first"
             )
         else:
-            tokens = self._wanted_tokens(wanted)
+            tokens = wanted.wanted_tokens()
             early.head.rest(check_block_ids(self.identity.layout, wanted.groups, tokens), tokens, wanted.params)
 
     def _attempt(self, request: Request, now: float) -> None:
@@ -345,7 +323,7 @@ class RankCore:
             self.prefill.check_open()
         num_tokens = params.num_tokens
         if wanted.num_tokens is not None or wanted.hashes is not None:
-            num_tokens = self._wanted_tokens(wanted)
+            num_tokens = wanted.wanted_tokens()
         blocks = check_block_ids(self.identity.layout, wanted.groups, num_tokens)
         if request.head is not None:
             blocks = request.head.rest(blocks, num_tokens, params)
@@ -362,13 +340,12 @@ class RankCore:
             raise self._overloaded(request_id, "pulls wait")
         if pull is not None and pull.lists is None:
             self._check_announced(pull, wanted)
-            pull.wanted(wanted.is_last, wanted.priority, request.retryable)
+            # The announcement lacked these options, or the caller has changed them since.
+            pull.is_last, pull.priority, pull.retryable = wanted.is_last, wanted.priority, request.retryable
         else:
             # A full prefix hit reads no rank, so no rank need be met, and all ranks are released.
             kind = KIND.HIT if lists.is_empty else KIND.PULL
-            retryable = request.retryable if request.retries else NONE
-            attempt = request.attempts
-            pull = self._make_pull(wanted, request.deadline - now, now, kind, attempt=attempt, retryable=retryable)
+            pull = self._make_pull(wanted, request.deadline - now, now, kind, request)
         before = request.pull
         request.pull, pull.owner = pull, request
         try:
@@ -446,25 +423,6 @@ class RankCore:
                 f"first"
             )
 
-    def _wanted_tokens(self, request: PullRequest) -> int:
-        params = request.params
-        wanted = params.num_tokens if request.num_tokens is None else request.num_tokens
-        if not 0 <= wanted <= params.num_tokens:
-            raise RemoteTooShort(
-                f"remote too short: {wanted} tokens are wanted, but the prefill side offers {params.num_tokens}",
-                request_id=request.request_id,
-                reason=Reason.REMOTE_TOO_SHORT,
-            )
-        if request.hashes is None:
-            return wanted
-        if not params.hash_tokens:
-            raise refusal(
-                request.request_id,
-                f"hashes were given to compare, but the params of request {params.request_id[:80]!r} carry none; "
-                f"give hashes and hash_tokens to make_params",
-            )
-        return common_prefix(request.hashes, params.hashes, params.hash_tokens, wanted)
-
     def cancel(
         self, request_id: str, now: float, *, follows_on: bool = False, params: KVTransferParams | None = None
     ) -> bool:
@@ -487,7 +445,7 @@ class RankCore:
         elif pull is not None:
             if isinstance(pull.owner, Request):
                 pull.owner.stop(Reason.CANCELLED, is_last=True)
-            pull.wanted(True, pull.priority, pull.retryable)
+            pull.is_last = True
             self.decode.cancel(pull, now)
         return request is not None or pull is not None or following is not None
 
@@ -561,7 +519,7 @@ class RankCore:
 
     def shut(self, how: str = "draining") -> None:
         """Take nothing new, and tell all ranks that shook hands. `how` is a word for people."""
-        was_open = not self.is_closed
+        was_open = not self.prefill.closed_as
         self.prefill.shut(how)
         if was_open:
             self.readers.say_draining()
@@ -572,10 +530,6 @@ class RankCore:
         for peer in self.decode.peers.by_place.values():
             if peer.state is PeerState.READY:
                 self.outbox.send(peer.address, peer.incarnation, wire.Goodbye())
-
-    @property
-    def is_closed(self) -> bool:
-        return bool(self.prefill.closed_as)
 
     @property
     def requests(self) -> list[Request]:
@@ -650,7 +604,7 @@ class RankCore:
             if misdirected:
                 self.outbox.counters["dropped.misdirected"] += 1
                 self.readers.misdirected(message, ReplyTo(origin), packet.sender)
-            elif isinstance(message, _OF_LEASES):
+            elif isinstance(message, _OF_READERS):
                 self.prefill.receive(message, ReplyTo(origin), packet.sender, now, proven)
             elif not self._serve(message, ReplyTo(origin), packet.sender, now, principal, proven):
                 self.outbox.counters["dropped.too_many_hellos"] += 1

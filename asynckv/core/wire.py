@@ -44,7 +44,7 @@ from asynckv.core.types import (
     decode_params,
 )
 from asynckv.errors import RemoteProtocolError
-from asynckv.geometry.bounds import MAX_TOKENS, BlockRuns, Name, Rank, Size
+from asynckv.geometry.bounds import MAX_TOKENS, Name, Rank, Size
 from asynckv.geometry.gather import Packing, Recipe
 
 MAJOR = 1
@@ -84,29 +84,13 @@ MAX_CURSOR = 256
 MAX_DETAIL = 4096
 Detail = Annotated[str, Meta(max_length=MAX_DETAIL)]
 
-NOT_OFFERED = frozenset(
-    {Reason.WITHDRAWN, Reason.CONSUMED, Reason.EXPIRED, Reason.REVOKED, Reason.RESTARTED, Reason.ENGINE_CLOSED}
-)
-UNWELCOME = frozenset({Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RESTARTED, Reason.ENGINE_CLOSED})
-REFUSED = frozenset(
-    {
-        Reason.UNKNOWN,
-        Reason.CONSUMED,
-        Reason.EXPIRED,
-        Reason.REVOKED,
-        Reason.WITHDRAWN,
-        Reason.RESTARTED,
-        Reason.STALE_MEMORY,
-        Reason.BLOCKS_DIFFER,
-        Reason.WRONG_REQUEST,
-        Reason.WRONG_COHORT,
-        Reason.NOT_OWED,
-        Reason.RELEASED_ALREADY,
-        Reason.FOREIGN_PULL,
-        Reason.OVERLOADED,
-        Reason.ENGINE_CLOSED,
-    }
-)
+_OF_PROCESS = frozenset({Reason.RESTARTED, Reason.ENGINE_CLOSED})
+_OF_LOAN = frozenset({Reason.WITHDRAWN, Reason.CONSUMED, Reason.EXPIRED, Reason.REVOKED})
+_OF_PARAMS = frozenset({Reason.UNKNOWN, Reason.STALE_MEMORY, Reason.BLOCKS_DIFFER, Reason.WRONG_REQUEST})
+_OF_READER = frozenset({Reason.WRONG_COHORT, Reason.NOT_OWED, Reason.FOREIGN_PULL, Reason.RELEASED_ALREADY})
+NOT_OFFERED = _OF_PROCESS | _OF_LOAN
+UNWELCOME = _OF_PROCESS | {Reason.PROTOCOL, Reason.WRONG_TARGET}
+REFUSED = _OF_PROCESS | _OF_LOAN | _OF_PARAMS | _OF_READER | {Reason.OVERLOADED}
 """Reasons that a rank may give. A reader finds all other reasons itself, and takes none of them from a peer."""
 
 
@@ -348,30 +332,10 @@ class Offered(Struct, frozen=True, array_like=True, tag=22, gc=False):
             _check_reason(self.reason, NOT_OFFERED)
 
 
-Message = (
-    Hello
-    | Welcome
-    | Unwelcome
-    | Claim
-    | Renew
-    | Granted
-    | NotYet
-    | Refused
-    | Release
-    | Ack
-    | Ping
-    | Pong
-    | StatusRequest
-    | Status
-    | Goodbye
-    | Draining
-    | Pack
-    | Packed
-    | Unpack
-    | Follow
-    | Unfollow
-    | Offered
-)
+OfReader = Claim | Renew | Release  # about one lent request
+ToOwner = Hello | OfReader | Follow | Unfollow | Pack | Unpack | StatusRequest
+ToReader = Welcome | Unwelcome | Granted | NotYet | Refused | Ack | Offered | Packed | Status | Draining
+Message = ToOwner | ToReader | Ping | Pong | Goodbye
 
 
 class Packet(Struct, frozen=True, array_like=True, gc=False):
@@ -442,23 +406,16 @@ def decode_offer(offered: Offered) -> KVTransferParams:
         raise RemoteProtocolError(f"the offered params are malformed: {exc}") from exc
 
 
-def blocks_digest(
-    groups: Sequence[BlockRuns],
-    num_tokens: int,
-    written: bool,
-    hashes: Sequence[str] = (),
-    hash_tokens: int = 0,
-    recall: bool | msgspec.UnsetType = False,
-) -> bytes:
+def blocks_digest(params: KVTransferParams) -> bytes:
     """Return a digest of lent blocks and tokens, with which owner and reader check that they mean the same ones.
 
     It covers all blocks that the params name, so that it is computed once per request. It also covers the hashes of the
     prompt, because params come through a client's hands. It covers `recall` too, so that a reader before 0.5.0, which
     confirms nothing, is refused.
     """
-    said: tuple[object, ...] = (tuple(groups), num_tokens, written)
-    if hashes:
-        said += (tuple(hashes), hash_tokens)
-    if recall:
+    said: tuple[object, ...] = (params.groups, params.num_tokens, params.written)
+    if params.hashes:
+        said += (params.hashes, params.hash_tokens)
+    if params.recall:
         said += ("recall",)
     return hashlib.sha256(_encoder.encode(said)).digest()[:16]

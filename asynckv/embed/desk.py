@@ -45,7 +45,7 @@ from asynckv.embed.orders import (
     WithdrawTicket,
 )
 from asynckv.engine import Engine, LentRequest
-from asynckv.errors import AsyncKVError, EngineClosed, LocalProtocolError, PullCancelled, PullError
+from asynckv.errors import AsyncKVError, EngineClosed, LocalProtocolError, PullCancelled
 from asynckv.results import LeaseEnd
 from asynckv.tiers import Offload
 
@@ -95,7 +95,7 @@ class EngineDesk:
         """Lent requests by id, each of one request only, because `finished_sending` reports an id."""
         self._news: deque[tuple[str, Any, float]] = deque()  # each with the time since which it waits
         engine._untaken = lambda: self.untaken
-        engine._when_followed(self._followed_by)
+        engine._driver.on_followed = self._followed_by
         self._followed = set[str]()  # tickets in news that were not taken yet, because followers repeat themselves
         self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
@@ -236,7 +236,7 @@ class EngineDesk:
             case Follow():
                 self._begin(order, engine._begin_follow, lambda x: Offer(order.request_id, engine._offer_of(x)), given)
             case StartEarly():
-                self._begin(order, engine._begin_early, engine._result_of, given)
+                self._begin(order, engine._begin_pull, engine._result_of, given | {"is_early": True})
             case Pull():
                 flights = self._flights.get((Pull, str(order.request_id)), ())
                 early = next((x for x in flights if isinstance(x.order, StartEarly) and not x.is_held), None)
@@ -257,7 +257,7 @@ class EngineDesk:
                 for flight in self._flights.get((Follow, str(order.request_id)), ()):
                     flight.is_awaited = False
                 engine.cancel(**given)
-                if engine._offload is not None and not order.follows_on:  # else its request goes on too
+                if engine._driver.guests and not order.follows_on:  # else its request goes on too
                     self._offload().cancel(order.request_id)
             case Lend(params):
                 name = params.get("request_id") if isinstance(params, Mapping) else getattr(params, "request_id", None)
@@ -291,8 +291,9 @@ class EngineDesk:
                 )
 
     def _offload(self) -> Offload:
-        if isinstance(offload := self.engine._offload, Offload):
-            return offload
+        for guest in self.engine._driver.guests:
+            if isinstance(guest.owner, Offload):
+                return guest.owner
         raise LocalProtocolError("this engine has no offload; start an Offload(config, engine) on its loop first")
 
     def _refuse(self, order: Order | Recall, error: Exception) -> None:
@@ -346,7 +347,7 @@ class EngineDesk:
 
     def _tell(self, kind: str, value: object, is_awaited: bool = True) -> None:
         self._news.append((kind, value, self.engine._clock.now() if is_awaited else math.inf))
-        self.engine._tell_outside(self._on_news)
+        self.engine._driver.tell((self._on_news,))  # which counts exceptions, because no request is to suffer for them
 
 
 class _Flight:
@@ -384,17 +385,15 @@ class _Flight:
         desk, order = self._desk, self.order
         if self not in self.others:
             return
-        kind, report = AWAITED[type(order)], object()
         try:
-            report = self._result_of(job)
-        except AsyncKVError as exc:
-            kind, report = _of(order, "failed"), Failed(order.request_id, exc)
-            self.is_held = isinstance(exc, PullError) and bool(exc.held)
+            kind, report = AWAITED[type(order)], self._result_of(job)
         except Exception as exc:
-            self.bug = exc
-            if not isinstance(order, Follow) and not job.is_free:
-                return  # it is told once it is known what becomes of the blocks
-            kind, report = _of(order, "failed"), Failed(order.request_id, exc)
+            failed = Failed(order.request_id, exc)
+            kind, report, self.is_held = _of(order, "failed"), failed, failed.is_held
+            if not isinstance(exc, AsyncKVError):
+                self.bug = exc
+                if not isinstance(order, Follow) and not job.is_free:
+                    return  # it is told once it is known what becomes of the blocks
         if not self.is_held:
             self.leave()
         desk._tell(kind, report, self.is_awaited)
@@ -427,11 +426,7 @@ def _held(order: Flown, cause: BaseException) -> PullCancelled:
     held: dict[int, tuple[int, ...]] = {}
     with suppress(TypeError, ValueError):  # nothing was ever pulled into malformed groups
         held = {i: tuple(b for b in ids if b is not None) for i, (_, ids) in enumerate(getattr(order, "groups", ()))}
-    error = PullCancelled(
-        f"request {order.request_id!r}: its end is not known ({cause!r})",
-        request_id=order.request_id,
-        reason="cancelled",
-        held=held,
-    )
+    said = f"request {order.request_id!r}: its end is not known ({cause!r})"
+    error = PullCancelled(said, request_id=order.request_id, reason="cancelled", held=held)
     error.__cause__ = cause
     return error

@@ -24,7 +24,7 @@ from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, number, seco
 from asynckv.config import MAX_RETRIES, EngineConfig
 from asynckv.core.attempts import Request
 from asynckv.core.following import Follower, Following
-from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
+from asynckv.core.lifecycle import LifeEvent, LifeState
 from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
@@ -46,7 +46,7 @@ from asynckv.edges.kernel import identity, processor_waits
 from asynckv.engine.caller import Caller, offer_of, outcome
 from asynckv.engine.driver import Driver
 from asynckv.engine.ending import Shutdown
-from asynckv.engine.home import NOT_STARTED, Home
+from asynckv.engine.home import NOT_STARTED
 from asynckv.engine.lag import LoopLag
 from asynckv.engine.lent import LentRequest, recallable
 from asynckv.engine.observation import Observation
@@ -112,7 +112,6 @@ class Engine:
             incarnation=self.incarnation,
             rank=self._rank,
         )
-        self._home, self._life = Home(), Lifecycle()
         self._is_data_given = data is not None
         lag = LoopLag(config.log.away_s, processor_waits() if clock is None else dict)
         if clock is None:
@@ -123,16 +122,11 @@ class Engine:
             from asynckv.edges.control.zmq import ZmqPlane
 
             control = ZmqPlane(config.bind, config.advertise, config.allow_insecure, config.keys)
+        if data is None:
+            data = self._choose_data()
         self._clock = clock
-        self._driver = Driver(
-            self._home,
-            self._life,
-            data if data is not None else self._choose_data(),
-            control,
-            self._clock,
-            self._recorder,
-            lag,
-        )
+        self._driver = Driver(data, control, clock, self._recorder, lag)
+        self._home, self._life = self._driver.home, self._driver.life
         self._started_at, self._planes = math.inf, dict[str, str]()
         self._untaken: Callable[[], list[float]] = list
         """Function that returns the times of results that wait to be taken. A desk sets it."""
@@ -165,11 +159,7 @@ class Engine:
         # Bind the loop first, because a data plane may take seconds to start, and no other thread may call meanwhile.
         self._home.settle()
         try:
-            try:
-                await self._begin()
-            except BaseException:
-                self._home.leave()
-                raise
+            await self._begin()
             await driver.control.start(driver.on_packet, driver.on_refused)
             await self._open_door()
             if self._ending.is_closing:
@@ -178,6 +168,8 @@ class Engine:
             self._started_at = self._clock.now()
             self._life.receive(LifeEvent.STARTED)
         except BaseException:
+            if not self._home.is_settled:
+                self._home.leave()
             with anyio.CancelScope(shield=True):
                 try:
                     await self._ending.close_planes()
@@ -604,7 +596,9 @@ class Engine:
         if groups is not None:
             given = tuple(groups) if isinstance(groups, Iterable) else groups
             check_block_ids(self.registration.layout, given)
-            caller.begin_early = lambda piece: self._begin_early(None, request_id, given, piece, None, cohort_id, chain)
+            caller.begin_early = lambda piece: self._begin_pull(
+                None, request_id, given, piece, cohort_id=cohort_id, hashes=chain, is_early=True
+            )
         following = self._begin_follow(caller, request_id, follow, wait_s, cohort_id, groups is not None)
         return await caller.offer(self._driver, following)
 
@@ -622,35 +616,11 @@ class Engine:
         wait = self.config.pull.follow_s if wait_s is None else seconds("wait_s", wait_s)
         request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
         takes_pieces, target = flag("takes_pieces", takes_pieces), decode_follow(follow)
-        self._driver.soon()
-        following = self._driver.core.follow(
-            request_id, target, cohort_id, wait, self._clock.now(), takes_pieces=takes_pieces
-        )
+        driver, now = self._driver, self._clock.now()
+        driver.soon()
+        following = driver.core.follow(request_id, target, cohort_id, wait, now, takes_pieces=takes_pieces)
         following.waiter = waiter
         return following
-
-    def _begin_early(
-        self,
-        waiter: Waiter[Request] | None,
-        request_id: str,
-        groups: Groups,
-        params: KVTransferParams | Mapping[str, Any],
-        num_tokens: int | None,
-        cohort_id: str,
-        hashes: Sequence[str] | None,
-    ) -> Request:
-        """Begin to fill blocks with pieces, the first of which these params describe."""
-        self._home.here(self.follow)
-        request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
-        if num_tokens is not None:
-            num_tokens = integer("num_tokens", num_tokens, 0, MAX_TOKENS)
-        if hashes is not None:
-            hashes = texts("hashes", hashes, MAX_HASHES, MAX_NAME)
-        self._driver.soon()
-        wanted = PullRequest(request_id, groups, decode_params(params), cohort_id, hashes, num_tokens)
-        request = self._driver.core.start_early(wanted, self._clock.now())
-        request.waiter = waiter
-        return request
 
     def _offer_of(self, following: Following) -> dict[str, Any]:
         return offer_of(following)
@@ -749,19 +719,23 @@ class Engine:
 
     def _begin_pull(
         self,
-        waiter: Waiter[Request],
+        waiter: Waiter[Request] | None,
         request_id: str,
         groups: Groups,
         params: KVTransferParams | Mapping[str, Any],
-        timeout_s: float | None,
-        cohort_id: str,
-        hashes: Sequence[str] | None,
-        num_tokens: int | None,
-        is_last: bool,
-        priority: int,
-        retries: int | None,
+        timeout_s: float | None = None,
+        cohort_id: str = "",
+        hashes: Sequence[str] | None = None,
+        num_tokens: int | None = None,
+        is_last: bool = True,
+        priority: int = 0,
+        retries: int | None = None,
+        *,
+        is_early: bool = False,
     ) -> Request:
-        """Begin a pull; the waiter is told of its end."""
+        """Begin a pull, or a head start with a first piece, which these params describe; the waiter is told of its
+        end.
+        """
         self._home.here(self.pull)
         config = self.config.pull
         timeout = config.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
@@ -784,9 +758,10 @@ class Engine:
         try:
             wanted = decode_params(params)
             asked = PullRequest(request_id, groups, wanted, cohort_id, hashes, num_tokens, is_last, priority)
-            request = driver.core.pull(asked, most, timeout, now)
+            request = driver.core.start_early(asked, now) if is_early else driver.core.pull(asked, most, timeout, now)
         except AsyncKVError as exc:
-            driver.recorder.pull_refused(request_id, wanted or params, exc, now)
+            if not is_early:
+                driver.recorder.pull_refused(request_id, wanted or params, exc, now)
             raise
         request.waiter = waiter
         return request
@@ -831,15 +806,14 @@ class Engine:
         self._home.here(self.cancel)
         request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
         driver, follows_on = self._driver, flag("follows_on", follows_on)
-        if params is not None and not driver.core.is_pulled(request_id):
-            wanted = decode_params(params)
+        given = None if params is None else decode_params(params)
+        if given is not None and not driver.core.is_pulled(request_id):
             if self._life.is_shut or self._life.state is LifeState.SUSPENDED:
                 raise EngineClosed(f"the engine is {self._life.state.value}, and cannot tell its peers")
             driver.soon()
-            driver.core.discharge(request_id, wanted, cohort_id, self._clock.now())
+            driver.core.discharge(request_id, given, cohort_id, self._clock.now())
             return True
         driver.soon()
-        given = None if params is None else decode_params(params)
         return driver.core.cancel(request_id, self._clock.now(), follows_on=follows_on, params=given)
 
     async def returned(self, request_id: str) -> None:
@@ -871,21 +845,8 @@ class Engine:
     # -- for a desk and its thread -------------------------------------------------------------------
 
     @property
-    def _offload(self) -> object | None:
-        """Return the `Offload` that uses this engine's memory; None if there is none."""
-        return next((guest.owner for guest in self._driver.guests), None)
-
-    @property
     def _is_asleep(self) -> bool:
         return self._driver.core.decode.alive_at == math.inf
-
-    def _when_followed(self, call: Callable[[str], None]) -> None:
-        """Call this with a ticket when a decode engine waits for a piece of its request."""
-        self._driver.on_followed = call
-
-    def _tell_outside(self, call: Callable[[], None]) -> None:
-        """Call a function of the application. Its exceptions are counted, because no request is to suffer for them."""
-        self._driver.tell((call,))
 
     def _shows_life(self, *, is_asleep: bool = False) -> None:
         """Note that the embedder is alive, or that it sleeps until there are results."""
