@@ -11,7 +11,7 @@ Parts are views of the given tensor; nothing is copied.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,6 @@ from asynckv.geometry.layout import ITEMSIZE, TOKEN
 
 if TYPE_CHECKING:
     from asynckv.edges.torch import Dtype, Tensor
-
-
-class UnknownStructure(Exception): ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,79 +192,47 @@ def _known_dtype(tensor: Tensor, name: str) -> tuple[Tensor, str]:
     return (tensor, name) if dtype in ITEMSIZE else (as_bytes(tensor), f"{name} {dtype}")
 
 
-def mamba1(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Dtype], *, is_dim_first: bool, place: Place) -> States:
-    channels = _conv(shapes[0], is_dim_first)[0]
-    _check("Mamba-1", channels == shapes[1][0], shapes)
-    conv = _conv_slices(("conv_x", channels, place.share(channels)), conv=(shapes[0], dtypes[0]), first=is_dim_first)
-    return States((*conv, _state(shapes, dtypes, ("channel", "state"), place)))
-
-
-def mamba2(
+def states(
+    kind: str,
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[Dtype],
     *,
     is_dim_first: bool,
     place: Place,
-    num_groups: int | None,
-) -> States:
-    """Describe Mamba-2: a convolution's state over x, B and C, and a state per head.
+    num_groups: int | None = None,
+) -> States | None:
+    """Describe a convolution's state, by slices of its channels, and the recurrent state behind it.
+
+    Return None if the kind is not known, or has states of other shapes.
 
     Args:
-        num_groups: Number of the model's groups of B and C. If it is None, every rank counts as having its own groups,
-            so that a wrong guess meets only engines of as many ranks, as in `kv_heads`.
+        num_groups: Number of the model's groups of Mamba-2's B and C. If it is None, every rank counts as having its
+            own groups, so that a wrong guess meets only engines of as many ranks, as in `kv_heads`.
     """
-    heads, head_dim, state = shapes[1]
-    channels = _conv(shapes[0], is_dim_first)[0]
-    rest = channels - heads * head_dim
-    _check("Mamba-2", rest >= 0 and rest % (2 * state) == 0, shapes)
-    local, x = rest // (2 * state), place.share(heads * head_dim)
-    slices = [("conv_x", heads * head_dim, x)]
-    if local:
-        held = Range(0, state, state) if num_groups == local == 1 else place.share(local * state)
-        slices += [("conv_b", local * state, held), ("conv_c", local * state, held)]
-    conv = _conv_slices(*slices, conv=(shapes[0], dtypes[0]), first=is_dim_first)
-    return States((*conv, _state(shapes, dtypes, ("head", "head_dim", "state"), place)))
-
-
-def delta_net(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Dtype], *, is_dim_first: bool, place: Place
-) -> States:
-    heads, value_dim, _ = shapes[1]
-    channels, v = _conv(shapes[0], is_dim_first)[0], heads * value_dim
-    _check("a gated delta net", channels > v and (channels - v) % 2 == 0, shapes)
-    k = (channels - v) // 2
-    slices = [("conv_q", k, place.share(k)), ("conv_k", k, place.share(k)), ("conv_v", v, place.share(v))]
-    conv = _conv_slices(*slices, conv=(shapes[0], dtypes[0]), first=is_dim_first)
-    return States((*conv, _state(shapes, dtypes, ("head", "value_dim", "key_dim"), place)))
-
-
-def _conv(shape: tuple[int, ...], is_dim_first: bool) -> tuple[int, int]:
-    _check("a convolution", len(shape) == 2, [shape])
-    return (shape[0], shape[1]) if is_dim_first else (shape[1], shape[0])
-
-
-def _conv_slices(*slices: tuple[str, int, Range], conv: tuple[tuple[int, ...], Dtype], first: bool) -> Iterator[Array]:
-    shape, dtype = conv
-    dims, at = (("channel", "column") if first else ("column", "channel")), 0
-    for name, size, held in slices:
-        yield Array(
-            name=name, dtype=dtype, offset=0, shape=shape, dims=dims, axis="channel", held=held, first=at, size=size
-        )
-        at += size
-
-
-def _state(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Dtype], dims: tuple[str, ...], place: Place) -> Array:
-    return Array(
-        name="state",
-        dtype=dtypes[1],
-        offset=prod(shapes[0]) * dtypes[0].itemsize,
-        shape=shapes[1],
-        dims=dims,
-        axis=dims[0],
-        held=place.share(shapes[1][0]),
-    )
-
-
-def _check(what: str, fits: bool, shapes: Sequence[tuple[int, ...]]) -> None:
-    if not fits:
-        raise UnknownStructure(f"states of shapes {[tuple(s) for s in shapes]} are not those of {what}")
+    conv, state = shapes
+    order = ("channel", "column") if is_dim_first else ("column", "channel")
+    channels = conv[order.index("channel")] if len(conv) == 2 else 0
+    rest = channels - prod(state[:2])  # channels besides those of the recurrent state
+    dims: tuple[str, ...]
+    match kind, len(state):
+        case "mamba1", 2 if channels == state[0]:
+            dims, sizes = ("channel", "state"), {"conv_x": channels}
+        case "mamba2", 3 if rest >= 0 and rest % (2 * state[2]) == 0:
+            dims = ("head", "head_dim", "state")
+            sizes = {"conv_x": channels - rest, "conv_b": rest // 2, "conv_c": rest // 2}
+        case "gdn_attn", 3 if rest > 0 and rest % 2 == 0:
+            dims = ("head", "value_dim", "key_dim")
+            sizes = {"conv_q": rest // 2, "conv_k": rest // 2, "conv_v": channels - rest}
+        case _:
+            return None
+    whole = Array(name="", dtype=dtypes[0], offset=0, shape=conv, dims=order, axis="channel", held=None)
+    arrays, first = list[Array](), 0
+    for name, size in sizes.items():
+        has_all = name in ("conv_b", "conv_c") and num_groups == 1 and size == state[2]  # the only group, on every rank
+        held = Range(0, size, size) if has_all else place.share(size)
+        if size:
+            arrays.append(replace(whole, name=name, held=held, first=first, size=size))
+        first += size
+    offset, held = prod(conv) * dtypes[0].itemsize, place.share(state[0])
+    last = Array(name="state", dtype=dtypes[1], offset=offset, shape=state, dims=dims, axis=dims[0], held=held)
+    return States((*arrays, last))

@@ -25,19 +25,7 @@ from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import ONE_PER_REQUEST, Group, TokenShard
 from asynckv.geometry.pairing import Padding
 from asynckv.integrations.vllm import compat
-from asynckv.integrations.vllm.caches import (
-    Attention,
-    Opaque,
-    Place,
-    States,
-    UnknownStructure,
-    delta_net,
-    is_known,
-    kv_heads,
-    mamba1,
-    mamba2,
-    parts,
-)
+from asynckv.integrations.vllm.caches import Attention, Opaque, Place, States, is_known, kv_heads, parts, states
 from asynckv.integrations.vllm.early import check_parallel
 
 if TYPE_CHECKING:
@@ -295,18 +283,10 @@ def _states(layer: str, spec: Any, place: Place, facts: ModelFacts) -> States | 
             f"version of vLLM that asynckv was tested with"
         )
     if len(spec.shapes) == 2 and not spec.tp_replicated:
-        given = spec.shapes, spec.dtypes
-        with contextlib.suppress(UnknownStructure):
-            match kind:
-                case "mamba1":
-                    return mamba1(*given, is_dim_first=is_dim_first, place=place)
-                case "mamba2":
-                    groups = facts.mamba_groups(layer, place)
-                    return mamba2(*given, is_dim_first=is_dim_first, place=place, num_groups=groups)
-                case "gdn_attn":
-                    return delta_net(*given, is_dim_first=is_dim_first, place=place)
-                case _:
-                    pass
+        groups = facts.mamba_groups(layer, place)
+        known = states(kind, spec.shapes, spec.dtypes, is_dim_first=is_dim_first, place=place, num_groups=groups)
+        if known is not None:
+            return known
     dtypes = " ".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
     return Opaque(
         content=f"{kind} {'channels' if is_dim_first else 'columns'} first {dtypes}",
