@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -311,31 +310,29 @@ def _aliases(
     tensors: Mapping[str, Tensor], known: set[str], owners: Mapping[tuple[object, ...], str]
 ) -> dict[str, str]:
     """Return the layers that are in no group, because they use the cache of a layer that is in one."""
-    others = {
-        layer: each for layer, each in tensors.items() if layer not in known and not isinstance(each, list | tuple)
-    }
-    return {layer: owners[at] for layer, each in others.items() if (at := identity(each)) in owners}
+    others = [each for each in tensors.items() if each[0] not in known and not isinstance(each[1], list | tuple)]
+    return {layer: owners[at] for layer, tensor in others if (at := identity(tensor)) in owners}
 
 
+@dataclass(frozen=True, slots=True)
 class Tails:
     """Clears the end of last blocks that a pull did not fill, in models that rely on new blocks being zeroed.
 
     vLLM does not zero blocks that a connector loads. The unfilled end would keep an earlier owner's bytes, and a kernel
     that multiplies them by zero could get a NaN.
 
-    Args:
+    Attributes:
         tensors: By group, the tensors of its layers as `[block, kernel block, head, entry, content]`, and the tokens
             per entry; 0 if entries are in the kernel's own order, because those kernel blocks came whole.
     """
 
-    def __init__(self, tensors: Mapping[int, Sequence[tuple[Tensor, Fraction]]] = MappingProxyType({})) -> None:
-        self._tensors = tensors
+    tensors: Mapping[int, Sequence[tuple[Tensor, Fraction]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Any, tensors: Mapping[str, Tensor], facts: ModelFacts) -> Tails:
         """Collect the tensors of every group of tokens, if the model relies on zeroed blocks."""
         found: dict[int, list[tuple[Tensor, Fraction]]] = {}
-        if not getattr(config, "needs_kv_cache_zeroing", True):
+        if not compat.zeroes_blocks(config):
             return cls()
         for index, group in enumerate(compat.transfer_groups(config)):
             for layer, spec in compat.layer_specs(group).items():
@@ -352,7 +349,7 @@ class Tails:
     def clear(self, padding: Iterable[Padding]) -> None:
         """Zero the entries of these tokens up to the ends of their blocks, in every layer of their group."""
         for group, block, first, num_tokens in padding:
-            for tensor, each in self._tensors.get(group, ()):
+            for tensor, each in self.tensors.get(group, ()):
                 num_kernel, entries = tensor.shape[1], tensor.shape[3]
                 if each:
                     kernel, within = divmod(math.ceil(first / each), entries)
