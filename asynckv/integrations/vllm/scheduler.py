@@ -517,13 +517,28 @@ class SchedulerHalf:
 
     def _lend(self, request: Any, block_ids: Sequence[Sequence[int]], ticket: str, every: int) -> dict[str, Any]:
         lists, num_tokens = self._lists(request, block_ids)
-        params = self._make_params(request, lists, num_tokens, ticket, max(every, hash_tokens_of(num_tokens)))
-        # Routers that were written for NixlConnector count the block ids. asynckv does not read them.
-        blocks = [ids for _, ids in lists]
+        if self.loans is None:
+            raise LocalProtocolError("the workers' addresses are not known")
+        every = max(every, hash_tokens_of(num_tokens))
+        # vLLM may give the last tokens away before the drafter has run, so workers lend behind it (`WorkerHalf`).
+        params = self.loans.lend(
+            request.request_id,
+            lists,
+            num_tokens,
+            written=not self.shape.has_drafts,
+            lease_s=self.options.turn_lease_s if request.max_tokens > 1 else None,
+            hashes=chain_of(request, num_tokens, every),
+            hash_tokens=every,
+            trace=_headers(request),
+            ticket=ticket,
+        )
+        if self.shape.has_drafts:
+            self.loans.mark_written(request.request_id)
         return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_block_ids": blocks,
+            READS: True,
+            LENDS: False,
+            # Routers that were written for NixlConnector count the block ids. asynckv does not read them.
+            "remote_block_ids": [ids for _, ids in lists],
             **NOT_FOR_NIXL,
             "remote_request_id": request.request_id,
             PARAMS: params,
@@ -541,26 +556,6 @@ class SchedulerHalf:
         if lists is None:
             raise LocalProtocolError("its blocks or its state are gone")
         return lists, num_tokens
-
-    def _make_params(self, request: Any, lists: Blocks, num_tokens: int, ticket: str, every: int) -> dict[str, Any]:
-        if self.loans is None:
-            raise LocalProtocolError("the workers' addresses are not known")
-        lease_s = self.options.turn_lease_s if request.max_tokens > 1 else None
-        # vLLM may give the last tokens away before the drafter has run, so workers lend behind it (`WorkerHalf`).
-        params = self.loans.lend(
-            request.request_id,
-            lists,
-            num_tokens,
-            written=not self.shape.has_drafts,
-            lease_s=lease_s,
-            hashes=chain_of(request, num_tokens, every),
-            hash_tokens=every,
-            trace=_headers(request),
-            ticket=ticket,
-        )
-        if self.shape.has_drafts:
-            self.loans.mark_written(request.request_id)
-        return params
 
 
 def _headers(request: Any) -> Mapping[str, str]:
@@ -582,5 +577,5 @@ def _needs_all(request: Any) -> bool:
 
 def _reads_no_more(request: Any) -> None:
     """Clear `do_remote_prefill`, so that a request is not read again, above all after it was preempted."""
-    if request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"):
-        request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
+    if request.kv_transfer_params and request.kv_transfer_params.get(READS):
+        request.kv_transfer_params = {**request.kv_transfer_params, READS: False}
