@@ -488,16 +488,15 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """End a request; return True if its blocks are lent, and the params for the engine that reads them."""
         name = request.request_id
-        self._queued.pop(name, None)
-        self._following.pop(name, None)
-        self._early.pop(name, None)
+        for waiting in (self._queued, self._following, self._early):
+            waiting.pop(name, None)
         self._offered.discard(name)
         fetch, ticket = self.pulls.get(name), self._tickets.pop(name, "")
         if request.status.name == "FINISHED_ERROR" and fetch is not None and fetch.state in (EARLY, State.PULLING):
             self._erred.add(name)  # vLLM ends it before `loaded` reports the failed load
         if name not in self._erred:
             self.pulls.cancel(name)
-        every, has_pieces, given = self._pieces.every(name), self._pieces.end(name), request.kv_transfer_params
+        (every, has_pieces), given = self._pieces.end(name), request.kv_transfer_params
         if not given:
             return False, None
         _reads_no_more(request)
