@@ -87,10 +87,8 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        self._scheduler.look(scheduler_output)
-        return StepOrders(
-            self._scheduler.take_orders(), self._scheduler.take_failing(), self._scheduler.tally.take_total()
-        )
+        orders: StepOrders = self._scheduler.orders(scheduler_output)
+        return orders
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.loaded(

@@ -45,7 +45,7 @@ from asynckv.observe.tracing import trace_context
 from asynckv.scheduler import PrefillRanks
 
 if TYPE_CHECKING:
-    from asynckv.integrations.vllm.handover import FollowReports, WorkerAddress
+    from asynckv.integrations.vllm.handover import FollowReports, StepOrders, WorkerAddress
 
 PARAMS = "asynckv"  # our key in `kv_transfer_params`; vLLM and routers use others
 TICKET, FOLLOW = "asynckv_ticket", "asynckv_follow"
@@ -90,7 +90,7 @@ class SchedulerHalf:
         self._reads = vllm_config.parallel_config.prefill_context_parallel_size == 1
         self.pulls = DecodeLedger(num_ranks=1)  # vLLM joins its workers' reports
         self.loans: PrefillLedger | None = None  # None until the workers' addresses are known
-        self._failing: list[str] = []
+        self._failing: list[str] = []  # loads that workers must report as failed, without an order
         self._erred: set[str] = set()  # requests that ended with an error while they were loaded
         from asynckv.integrations.vllm.stats import SchedulerTally
 
@@ -106,7 +106,6 @@ class SchedulerHalf:
         self._runs_late = runs_late(vllm_config)
         self._pieces = Pieces(self.shape, self._runs_late and zeroes_blocks(kv_cache_config))
         self._reclaimed_at = -math.inf
-        self._reclaims: list[Order] = []
 
     # -- where the workers are ----------------------------------------------------------------------
 
@@ -378,8 +377,7 @@ class SchedulerHalf:
     @property
     def has_orders(self) -> bool:
         return bool(
-            self._reclaims
-            or self._failing
+            self._failing
             or self._erred
             or self.tally.has_total
             or self.pulls.has_orders
@@ -389,30 +387,27 @@ class SchedulerHalf:
     def reset(self) -> None:
         self._pieces.reset()
 
-    def look(self, step: Any) -> None:
-        """Order pieces of prompts that are computed, from what vLLM tells of a step."""
+    def orders(self, step: Any) -> StepOrders:
+        """Return what goes to the workers with a step; pieces of prompts that it computes are ordered first."""
+        from asynckv.integrations.vllm.handover import StepOrders
+
         if self._runs_late and copies_blocks(step):
             self._pieces.stop()
         if self.loans is not None:
             self._pieces.step(step, self.loans)
+        failing, self._failing = self._failing, []
+        return StepOrders(self.take_orders(), failing, self.tally.take_total())
 
     def take_orders(self) -> Sequence[Order]:
         while self._erred:
             self.pulls.cancel(self._erred.pop())
-        if self._queued:
-            self._reclaim(monotonic())
+        reclaims = self._reclaim(monotonic()) if self._queued else []
         for waiting in filter(None, (self._following, self._early)):
             self._end_follows(waiting, monotonic())
-        reclaims, self._reclaims = self._reclaims, []
         lends = () if self.loans is None else self.loans.take_orders()
         return [*lends, *self.pulls.take_orders(), *reclaims]  # pieces end before a pull may fill their blocks
 
-    def take_failing(self) -> Sequence[str]:
-        """Return the loads that workers must report as failed, without an order."""
-        failing, self._failing = self._failing, []
-        return failing
-
-    def _reclaim(self, now: float) -> None:
+    def _reclaim(self, now: float) -> list[Order]:
         """Have workers revoke requests, to make room for the oldest queued one, once it has waited for `grant_s`."""
         oldest = next(iter(self._queued.values()))
         if (
@@ -420,10 +415,11 @@ class SchedulerHalf:
             or now - oldest.since < self.options.lease.grant_s
             or now - self._reclaimed_at < RECLAIM_S
         ):
-            return
-        if (lacking := self.shape.num_blocks(oldest.request.num_tokens) - self._pool.get_num_free_blocks()) > 0:
-            self._reclaimed_at = now
-            self._reclaims.append(Reclaim(lacking))
+            return []
+        if (lacking := self.shape.num_blocks(oldest.request.num_tokens) - self._pool.get_num_free_blocks()) <= 0:
+            return []
+        self._reclaimed_at = now
+        return [Reclaim(lacking)]
 
     def _end_follows(self, waiting: dict[str, Queued], now: float) -> None:
         """Refuse requests that no worker has reported in time, because a sleep or a lost rank may take the report."""
