@@ -371,8 +371,8 @@ class Catalogue:
         self.traffic.end(running)
         is_done = ending is Ending.DONE
         end = {
-            MoveKind.LOAD: self._load_ended,
-            MoveKind.STORE: self._store_ended,
+            MoveKind.LOAD: self._copy_ended,
+            MoveKind.STORE: self._copy_ended,
             MoveKind.PROMOTION: self._promotion_ended,
             MoveKind.WRITE_BACK: self._write_back.ended,
         }[running.move.kind]
@@ -400,9 +400,11 @@ class Catalogue:
 
     # -- how moves end -----------------------------------------------------------------------------
 
-    def _load_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
-        (position, entry), job, move_id = running.items[i], running.job, running.move.move_id
+    def _copy_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
+        (position, entry), job, is_load = running.items[i], running.job, running.move.kind is MoveKind.LOAD
         assert job is not None
+        if not is_load:
+            is_good = self._written_or_lost(entry, is_good, cause)
         if not running.is_doubtful:
             if is_good:
                 job.blocks += 1
@@ -410,19 +412,8 @@ class Catalogue:
                 job.missing.append((entry.group, position))
             if is_good and job.is_pinning and job.state is JobState.RUNNING:
                 job.loaded.append(entry)
-            else:
+            elif is_load:
                 self.host.let_go(entry, job.job_id)
-        self.host.let_go(entry, move_id)
-
-    def _store_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
-        (position, entry), job = running.items[i], running.job
-        assert job is not None
-        is_kept = self._written_or_lost(entry, is_good, cause)
-        if not running.is_doubtful:
-            if is_kept:
-                job.blocks += 1
-            else:
-                job.missing.append((entry.group, position))
         self.host.let_go(entry, running.move.move_id)
 
     def _promotion_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
