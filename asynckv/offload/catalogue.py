@@ -291,13 +291,11 @@ class Catalogue:
         return count - left, left
 
     def recover(self, found: Iterable[tuple[int, int, bytes]], others: Iterable[tuple[int, int]] = ()) -> int:
-        """Take in `(group, slot, hash)` of the file tier, least recently used first; return the number of blocks taken.
+        """Take in `(group, slot, hash)` of an empty file tier, least recently used first; return the number taken.
 
         Blocks that were not taken are `forgotten`. `others` are `(group, slot)` of other models' blocks, which are
         evicted first.
         """
-        if any(True for _ in self.file.entries()):
-            raise LocalProtocolError("only an empty file tier takes in recovered blocks")
         return self.file.recover(((g, slot, key) for g, slot, key in found if 0 <= g < len(self.groups)), others)
 
     def switch_off(self, *, reads: bool = True) -> None:

@@ -65,7 +65,7 @@ from asynckv.integrations.vllm.offload.worker import Worker, device_layout
 from asynckv.offload.job import Move, MoveKind, Piece
 from asynckv.ports import CopyOp, Record, RecordsEnded, RecordsLost
 from asynckv.tools.offload.folder import look
-from tests.lab.offload_audit import audit
+from tests.lab.offload_audit import audit, entries_of
 from tests.lab.tiers import SimDisk, SimRecords
 
 PAGE = 4096
@@ -596,7 +596,7 @@ class Kept:
             assert op is CopyOp.WRITE
             self.records.tell(RecordsEnded(move_id, Ending.DONE))
             self.manager.on_request_finished(context)
-        for entry in [*self.manager.catalogue.host.entries()]:
+        for entry in entries_of(self.manager.catalogue.host):
             self.manager.catalogue.host.drop(entry)
         assert len(list(self.manager.take_events())) >= blocks
 
