@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from asynckv.core.events import Ending
-from asynckv.errors import ConfigError, LocalProtocolError
+from asynckv.errors import LocalProtocolError
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.job import Item, Job, JobEnded, JobOutcome, JobReturned, Move, MoveKind
@@ -781,5 +781,3 @@ def test_names_and_hashes_are_unique() -> None:
         catalogue.store("b", [b"x", b"y", b"x"])
     with pytest.raises(LocalProtocolError, match="move 99 is not under way"):
         catalogue.ended(99, Ending.DONE)
-    with pytest.raises(ConfigError, match="blocks of 16 tokens, but hashes cover 12"):
-        Catalogue([FULL], 12, 10 * KIB)

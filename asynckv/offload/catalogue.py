@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from asynckv.arguments import integer, shown, text
 from asynckv.core.events import Ending
-from asynckv.errors import ConfigError, LocalProtocolError
+from asynckv.errors import LocalProtocolError
 from asynckv.offload.cutting import Cutting, WriteBack
 from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.found import Found, known, longest, make_room
@@ -37,6 +37,7 @@ class Catalogue:
     """The stored blocks of one rank's tiers, and the moves in flight.
 
     Args:
+        hash_tokens: Tokens that a hash covers; it divides the block size of every group (`stored_groups`).
         file_bytes: Size of the file tier; one of 0 bytes is off from the start.
         policy: Name of the eviction policy, see `asynckv.offload.eviction`.
         budgets: Most bytes in flight, by kind of move; those of `BUDGETS` for other kinds.
@@ -53,13 +54,7 @@ class Catalogue:
         budgets: Mapping[MoveKind, int] = BUDGETS,
         move_bytes: int = MOVE_BYTES,
     ) -> None:
-        self.groups = tuple(groups)
-        self.hash_tokens = integer("hash_tokens", hash_tokens, 1, error=ConfigError)
-        for group in self.groups:
-            if group.block_size % hash_tokens:
-                raise ConfigError(
-                    f"group {shown(group.name)} has blocks of {group.block_size} tokens, but hashes cover {hash_tokens}"
-                )
+        self.groups, self.hash_tokens = tuple(groups), hash_tokens
         # Blocks that are being written to files cannot be evicted, so a disk that stalls must not hold all of them.
         limits = {**BUDGETS, **budgets}
         limits[MoveKind.WRITE_BACK] = min(limits[MoveKind.WRITE_BACK], host_bytes // 4)
