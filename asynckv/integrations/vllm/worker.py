@@ -282,19 +282,12 @@ def _request_id(order: Lend) -> str:
 def unpinned() -> Iterator[None]:
     """Let threads that are started in this context run on all cores, though vLLM pins this thread to one."""
     mine = os.sched_getaffinity(0)
-    if len(mine) > 1:
+    with contextlib.ExitStack() as undo:
+        if len(mine) == 1:
+            with contextlib.suppress(OSError):  # a container may forbid it; the engine's thread then shares the core
+                os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()) | mine)
+                undo.callback(os.sched_setaffinity, 0, mine)
         yield
-        return
-    try:
-        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()) | mine)
-    except OSError:
-        # A container may forbid it; the engine's thread then shares the core.
-        yield
-        return
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, mine)
 
 
 def use_vllm_logging() -> None:
