@@ -105,7 +105,7 @@ def place_of(vllm_config: Any) -> Place:
 def check_supported(vllm_config: Any, config: Any) -> None:
     """Raise `ConfigError` for caches that cannot be moved, before they are allocated; it names the option to change."""
     check_parallel(vllm_config.parallel_config, vllm_config.kv_transfer_config.kv_role)
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not compat.tells_of_sleep():
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not compat.calls("unregister_kv_caches"):
         raise ConfigError(
             f"--enable-sleep-mode: vLLM {compat.version()} does not tell a connector that its memory goes, so "
             f"readers would get other bytes; remove the option, or use vLLM 0.33 or later"

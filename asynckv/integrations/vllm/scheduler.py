@@ -37,7 +37,7 @@ from asynckv.embed.orders import Order, Reclaim
 from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, NoOffer, PullError
 from asynckv.geometry.pairing import common_prefix
 from asynckv.integrations.vllm.chain import MAX_CHAIN, chain_of, hash_tokens_of
-from asynckv.integrations.vllm.compat import copies_blocks, hears_of_workers, num_received, runs_late, zeroes_blocks
+from asynckv.integrations.vllm.compat import calls, copies_blocks, num_received, runs_late, zeroes_blocks
 from asynckv.integrations.vllm.options import WORDS, Options
 from asynckv.integrations.vllm.pieces import Pieces
 from asynckv.integrations.vllm.shape import Blocks, Shape
@@ -99,7 +99,8 @@ class SchedulerHalf:
         self._pool: Any = None
         self._queued: dict[str, Queued] = {}  # by id, the oldest first
         self._following: dict[str, Queued] = {}  # those that follow a ticket, until vLLM asks for them after the offer
-        self._block, self._can_follow = self.shape.largest_block, self._reads and hears_of_workers()
+        self._block = self.shape.largest_block
+        self._can_follow = self._reads and calls("build_connector_worker_meta")  # by which workers report offers
         self._early: dict[str, Queued] = {}  # those that have a head start, until their loan is offered
         self._offered = set[str]()  # requests that were offered, and have no blocks
         self._tickets: dict[str, str] = {}  # by id, the tickets that unfinished requests have taken
