@@ -138,7 +138,7 @@ def audit_slots(slots: TierSlots, taken: Sequence[set[int]]) -> list[str]:
     wrong = []
     for kind, some in enumerate(taken):
         size = slots.sizes[kind]
-        free = {s for start, length in slots._runs[kind] for s in range(start, start + length)}
+        free = {s for start, length in slots._runs[kind]._lengths.items() for s in range(start, start + length)}
         if both := free & some:
             wrong.append(f"slots {sorted(both)[:8]} of {size} bytes are free and taken")
         own = {s for c, owner in enumerate(slots.owners) if owner == kind for s in range(*slots.bounds(kind, c))}

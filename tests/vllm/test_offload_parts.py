@@ -684,7 +684,7 @@ def test_what_is_lost_on_the_way_is_a_miss() -> None:
     found = kept.lookup(context)
     assert [each is LookupResult.HIT for each in found] == [i != 3 for i in range(8)]
     assert found[3] is LookupResult.MISS
-    said = kept.manager.statistics()
+    said = kept.manager.counts
     assert (said["fetched_blocks"], said["unfetched_blocks"]) == (7, 1)
     kept.manager.on_request_finished(context)
     kept.close()
@@ -695,9 +695,9 @@ def test_what_was_in_doubt_and_came_is_counted_as_what_it_is() -> None:
     context = ReqContext("r")
     move_id = kept.fetch(context)
     kept.records.tell(RecordsEnded(move_id, Ending.IN_DOUBT, "the disk does not answer"))
-    assert kept.manager.statistics()["fetched_blocks"] == 0
+    assert kept.manager.counts["fetched_blocks"] == 0
     kept.records.tell(RecordsEnded(move_id, Ending.DONE))
-    assert kept.manager.statistics()["fetched_blocks"] == 8
+    assert kept.manager.counts["fetched_blocks"] == 8
     kept.manager.on_request_finished(context)
     kept.close()
 
@@ -822,7 +822,7 @@ def test_who_keeps_all_slots_is_said_once_and_not_in_every_step(caplog: pytest.L
         assert manager.prepare_store(more, context) is None
         assert caplog.messages == [said, said]
     assert "of 8 slots workers write 8 and read 0, 0 are being written to files" in said
-    assert manager.statistics()["refused_blocks"] == 3
+    assert manager.counts["refused_blocks"] == 3
     manager.complete_store(first, context)
     assert manager.prepare_store(more, context) is not None
 
@@ -854,7 +854,7 @@ class Filed:
         deadline = time.monotonic() + WITHIN_S
         while True:
             with self.manager.lock:
-                said = self.manager.statistics()
+                said = self.manager.catalogue.statistics() | self.manager.counts
             if not said["moves"] and not said["to_write_back"]:
                 return said
             assert time.monotonic() < deadline, said

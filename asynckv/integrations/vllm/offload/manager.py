@@ -364,9 +364,6 @@ class Manager(OffloadingManager):
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._seen.take()
 
-    def statistics(self) -> dict[str, int]:
-        return {**self.catalogue.statistics(), **self.counts}
-
     def get_stats(self) -> OffloadingConnectorStats:
         stats = OffloadingConnectorStats()
         for name, count in self.counts.items():  # also 0, so that a metric is there before its first count
