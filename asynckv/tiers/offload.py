@@ -29,7 +29,7 @@ from asynckv.offload.keys import as_hashes, needed
 from asynckv.ports import CopyPlane, RecordPlane
 from asynckv.results import Evicted, Loaded, Statistics, Stored
 from asynckv.tiers.jobs import OffloadJob
-from asynckv.tiers.lending import Lending
+from asynckv.tiers.lending import lend
 from asynckv.tiers.rank import GRACE_S, Leftovers, Serve, Tiers
 
 
@@ -96,7 +96,6 @@ class Offload:
         self.config, self.engine = config, engine
         tiers = self._tiers = Tiers(self, config, engine, copies, records, serve, leftovers)
         self._mover, self._own, self._catalogue = tiers.mover, tiers.own, tiers.own.catalogue
-        self._lending = Lending(config, tiers.mover, tiers.found)
 
     # -- life ----------------------------------------------------------------------------------------
 
@@ -375,7 +374,7 @@ class Offload:
         self._here(self.lend)
         chain = as_hashes(hashes)
         tokens = self._whole(num_tokens, chain)
-        return await self._lending.lend(self.network, request_id, hashes, chain, tokens, lease_s, num_readers)
+        return await lend(self._tiers, request_id, hashes, chain, tokens, lease_s, num_readers)
 
     def cancel(self, request_id: str) -> bool:
         """Give up the stores and the load of a request; returns whether there were any."""
