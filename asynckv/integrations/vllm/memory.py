@@ -245,9 +245,7 @@ def _attention(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attent
         if shares is None and spec.num_kv_heads == 1:
             shares = facts.num_kv_heads
         held = kv_heads(spec.num_kv_heads, shares, place)
-        if spec.num_heads != spec.num_kv_heads:
-            return Opaque(content=content, num_bytes=num_bytes, is_replicated=False)
-    if isinstance(spec, compat.CircularBufferSpec):
+    if isinstance(spec, compat.CircularBufferSpec) or (held is not None and spec.num_heads != spec.num_kv_heads):
         return Opaque(content=content, num_bytes=num_bytes, is_replicated=held is None)
     return Attention(
         content=content, heads=held, tokens_per_entry=Fraction(spec.tokens_per_state), is_by_token=by_token
