@@ -182,9 +182,8 @@ class Manager(OffloadingManager):
         kept, request = self.catalogue.file.index[place].get(hash_), self._request(req_context)
         if kept is None or kept.state is not READY or key in request.refused:
             return LookupResult.MISS
-        if key in request.coming:
-            return LookupResult.HIT_PENDING
-        self._wanted.setdefault(request, {})[key] = None
+        if key not in request.coming:
+            self._wanted.setdefault(request, {})[key] = None
         return LookupResult.HIT_PENDING
 
     def _request(self, context: ReqContext) -> _Request:
