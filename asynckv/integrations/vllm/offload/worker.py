@@ -102,7 +102,7 @@ class Worker(compat.OffloadingWorker):
         try:
             self._thread.call(self._start, WAIT_S)
         except BaseException:
-            self._thread.close(CLOSE_S)
+            self._thread.close()
             raise
 
     async def _start(self) -> None:
@@ -228,17 +228,10 @@ class Worker(compat.OffloadingWorker):
         if self._thread.is_closed:
             return
         self._region.unlink()
-        try:
-            self._thread.call(self._stop, CLOSE_S)
-        except (BackendError, TimeoutError) as exc:
-            log.error("a copy is still under way, so the host memory is kept: %s", exc)
-        else:
+        if (cause := self._thread.end(self._copies, CLOSE_S)) is None:
             self._region.close()
-        self._thread.close(1.0)
-
-    async def _stop(self) -> None:
-        await self._copies.quiesce()
-        self._copies.close()
+        else:
+            log.error("a copy is still under way, so the host memory is kept: %s", cause)
 
 
 def device_layout(caches: compat.CanonicalKVCaches) -> Layout:
