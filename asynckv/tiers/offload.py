@@ -30,20 +30,19 @@ from asynckv.ports import CopyPlane, RecordPlane
 from asynckv.results import Evicted, Loaded, Statistics, Stored
 from asynckv.tiers.jobs import OffloadJob
 from asynckv.tiers.lending import lend
+from asynckv.tiers.mover import Mover
 from asynckv.tiers.rank import GRACE_S, Leftovers, Serve, Tiers
 
 
 class Pin:
     """Keeps stored blocks from being given up, until it is released or its `with` block is left."""
 
-    def __init__(self, release: Callable[[], None]) -> None:
-        self._release: Callable[[], None] | None = release
+    def __init__(self, mover: Mover, name: str) -> None:
+        self._mover, self._name = mover, name
 
     def release(self) -> None:
         """Let them be given up again. Harmless a second time."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+        self._mover.unpin(self._name)
 
     def __enter__(self) -> Self:
         return self
@@ -191,7 +190,7 @@ class Offload:
         self._opened(self.pin)
         name = f"pin-{next(self._mover.ids)}"
         self._tiers.pin(name, self._chain(hashes, num_tokens))
-        return Pin(lambda: self._mover.unpin(name))
+        return Pin(self._mover, name)
 
     def evict(self, hashes: Sequence[str | bytes] | None = None) -> Evicted:
         """Evict the kept blocks of a prompt, or of all prompts, except pinned and lent blocks.
