@@ -83,13 +83,11 @@ class WorkerHalf:
         facts, place = ModelFacts.of(self._vllm_config), place_of(self._vllm_config)
         registration = register(self._kv_cache_config, kv_caches, place, facts)
         self._tails = Tails.of(self._kv_cache_config, kv_caches, facts)
+        self.unregister_kv_caches()  # vLLM may have allocated the memory anew, as after an elastic change of size
+        self._registration = registration
         if self._thread is not None:
-            # vLLM has allocated the memory anew, as after an elastic change of size.
-            self.unregister_kv_caches()
-            self._registration = registration
             self.restore_kv_caches()
             return
-        self._registration = registration
         if self._vllm_config.speculative_config is not None and registration.layout.memories[0].kind == "cuda":
             self._line = ThreadPoolExecutor(1, "asynckv-behind")
         with unpinned():
