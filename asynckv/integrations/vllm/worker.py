@@ -198,9 +198,7 @@ class WorkerHalf:
                 f"started again"
             )
         more: list[Order] = []
-        self._reports.offered += finished.offered
-        self._reports.not_offered += finished.not_offered
-        self._reports.followed += finished.followed
+        self._reports = self._reports.aggregate(finished)  # which has the same lists
         for end in finished.finished_sending:
             self._tally.lease(end.cause)
             self._sent(end.request_id, results)
