@@ -24,7 +24,7 @@ from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import ONE_PER_REQUEST, Group, TokenShard
 from asynckv.geometry.pairing import Padding
 from asynckv.integrations.vllm import compat
-from asynckv.integrations.vllm.caches import Attention, Opaque, Place, States, is_known, kv_heads, parts, states
+from asynckv.integrations.vllm.caches import Attention, Opaque, Place, is_known, kv_heads, part_of, states
 from asynckv.integrations.vllm.early import check_parallel
 
 if TYPE_CHECKING:
@@ -152,11 +152,11 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
             tensor = _tensor_of(layer, tensors)
             owners.setdefault(identity(tensor), layer)
             what = layer, spec, place, facts
-            kind = _states(*what) if isinstance(spec, compat.MambaSpec) else _attention(*what)
+            kind = _states(*what, tensor, index) if isinstance(spec, compat.MambaSpec) else _attention(*what)
             if shared_by > 1:
                 kind = _shared(layer, spec, kind, tensor, place, facts)
-            ratios.setdefault(_ratio(layer, spec, kind, tensor), layer)
-            made += parts(layer, kind, tensor, index, place)
+            ratios.setdefault(_ratio(layer, spec, tensor), layer)
+            made += kind if isinstance(kind, list) else [part_of(layer, kind, tensor, index, place)]
             if isinstance(kind, Opaque) and not kind.is_replicated:
                 opaque.append(layer)
             if isinstance(kind, Attention) and kind.heads is not None:
@@ -268,7 +268,9 @@ def _shared(layer: str, spec: Any, kind: Any, tensor: Tensor, place: Place, fact
     return dataclasses.replace(kind, is_shared=True)
 
 
-def _states(layer: str, spec: Any, place: Place, facts: ModelFacts) -> States | Opaque:
+def _states(
+    layer: str, spec: Any, place: Place, facts: ModelFacts, pages: Tensor, group: int
+) -> list[TensorPart] | Opaque:
     kind = spec.mamba_type.name.lower()
     is_dim_first = facts.is_conv_dim_first
     if is_dim_first is None:
@@ -277,9 +279,8 @@ def _states(layer: str, spec: Any, place: Place, facts: ModelFacts) -> States | 
             f"version of vLLM that asynckv was tested with"
         )
     if len(spec.shapes) == 2 and not spec.tp_replicated:
-        groups = facts.mamba_groups(layer, place)
-        known = states(kind, spec.shapes, spec.dtypes, is_dim_first=is_dim_first, place=place, num_groups=groups)
-        if known is not None:
+        given = spec.shapes, spec.dtypes, is_dim_first, facts.mamba_groups(layer, place)
+        if (known := states(layer, kind, *given, pages, group, place)) is not None:
             return known
     dtypes = " ".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
     return Opaque(
@@ -289,8 +290,8 @@ def _states(layer: str, spec: Any, place: Place, facts: ModelFacts) -> States | 
     )
 
 
-def _ratio(layer: str, spec: Any, kind: Attention | States | Opaque, tensor: Tensor) -> int:
-    if isinstance(kind, States) or isinstance(spec, compat.MambaSpec | compat.CircularBufferSpec):
+def _ratio(layer: str, spec: Any, tensor: Tensor) -> int:
+    if isinstance(spec, compat.MambaSpec | compat.CircularBufferSpec):
         return 1
     entries = spec.num_states
     if tensor.shape[2] < 1 or entries % tensor.shape[2]:
