@@ -179,8 +179,7 @@ class Keeper:
         self._current: _Process | None = None
         self._started: asyncio.Future[None] | None = None  # what `start` waits for
         self._next: _Process | None = None  # the standby child
-        self._ready = wire.Ready(AgentInfo("", b""))
-        self.name = name  # the agent that serves, or served last
+        self.name, self.agent = name, AgentInfo("", b"")  # the agent that serves, or served last
         self.is_closing = False  # True if no other child may follow
         self._has_settled = False
         self._ended = asyncio.Event()  # set when there is no child
@@ -194,10 +193,6 @@ class Keeper:
     @property
     def is_serving(self) -> bool:
         return self._current is not None and self._current.ready is not None
-
-    @property
-    def agent(self) -> AgentInfo:
-        return self._ready.agent
 
     @property
     def pid(self) -> int:
@@ -426,7 +421,7 @@ class Keeper:
                 self._started.set_result(None)
 
     def _serve(self, name: str, ready: wire.Ready) -> None:
-        self.name, self._ready = name, ready
+        self.name, self.agent = name, ready.agent
         if self._is_watched:
             self.watch(True)
         self._served()
