@@ -461,7 +461,7 @@ def test_a_region_asks_for_large_pages() -> None:
     maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
     [flags] = [after for before, after in itertools.pairwise(maps) if f"{region.memory.base:x}-" in before]
     assert "hg" in flags.partition("\n")[0].split()
-    region.unlink()
+    region.path.unlink()
     region.close()
 
 

@@ -227,7 +227,7 @@ class Worker(compat.OffloadingWorker):
         """Post nothing more, end the thread, and return the memory, within a few seconds. Idempotent."""
         if self._thread.is_closed:
             return
-        self._region.unlink()
+        self._region.path.unlink(missing_ok=True)
         if (cause := self._thread.end(self._copies, CLOSE_S)) is None:
             self._region.close()
         else:
