@@ -99,7 +99,8 @@ class SchedulerHalf:
         self._pool: Any = None
         self._queued: dict[str, Queued] = {}  # by id, the oldest first
         self._following: dict[str, Queued] = {}  # those that follow a ticket, until vLLM asks for them after the offer
-        self._block = self.shape.largest_block
+        # The most tokens by which a prefix cache may end before a prompt does.
+        self._block = max((group.block_size for group in self.shape.groups if not group.is_state), default=0)
         self._can_follow = self._reads and calls("build_connector_worker_meta")  # by which workers report offers
         self._early: dict[str, Queued] = {}  # those that have a head start, until their loan is offered
         self._offered = set[str]()  # requests that were offered, and have no blocks
@@ -543,7 +544,7 @@ class SchedulerHalf:
 
     def _lists(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Blocks, int]:
         num_tokens = num_received(request)
-        if self.shape.has_states:
+        if any(group.is_state for group in self.shape.groups):
             # A state is valid only after its own token.
             is_guessed = self.shape.has_drafts and request.num_output_tokens > 1
             if is_guessed or num_tokens != request.num_computed_tokens:
