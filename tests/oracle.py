@@ -546,11 +546,9 @@ def check_plans(
 # -- where blocks are only kept --------------------------------------------------------------------
 
 
-def packed(
-    layout: Layout, capacity: int, *, base: int = 0, align: int = ALIGN, strides: Sequence[int] | None = None
-) -> Layout:
+def packed(layout: Layout, capacity: int, *, base: int = 0, align: int = ALIGN) -> Layout:
     """Make a range of `capacity` bytes that keeps blocks of a layout."""
-    return placed(record_form(layout, align=align, strides=strides), base, capacity)
+    return placed(record_form(layout, align=align), base, capacity)
 
 
 class Kept(Rank):

@@ -25,7 +25,7 @@ from asynckv.errors import BackendError
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.keys import StoredGroup
 from asynckv.ports import RecordsEnded
-from tests.lab.offload_audit import audit
+from tests.lab.offload_audit import audit, entries_of
 from tests.lab.plain_files import PlainFiles
 from tests.test_file_tier import COUNT, DONE, PAGE, READ, SIZE, WRITE, Make, make, records
 
@@ -346,4 +346,4 @@ def test_a_pinning_load_that_was_cancelled_keeps_nothing_of_what_lands_later() -
         catalogue.ended(move.move_id, Ending.DONE)
     assert (catalogue.jobs, catalogue.pins, audit(catalogue)) == ({}, {}, [])
     assert catalogue.evict() == (4, 0)
-    assert not list(catalogue.host.entries())
+    assert not entries_of(catalogue.host)

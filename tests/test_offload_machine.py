@@ -29,7 +29,7 @@ from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobKind, JobOutcome, JobReturned, Move, MoveKind
 from asynckv.offload.keys import StoredGroup, block_hashes, needed
 from asynckv.offload.tier import Place
-from tests.lab.offload_audit import audit
+from tests.lab.offload_audit import audit, entries_of
 
 PAGE = 1024
 MODELS = (
@@ -386,7 +386,7 @@ class Machine(RuleBasedStateMachine):
             set(self.told) - {j for j, news in self.told.items() if news.is_held and j not in self.returned}
         )
         for tier, memory in zip(self.catalogue._tiers(), self.memories, strict=False):
-            for entry in tier.entries():
+            for entry in entries_of(tier):
                 if entry.state is EntryState.READY and entry.hash:
                     assert memory.holds(entry.group, entry.slot, entry.hash), "what is READY was not written"
 
@@ -414,7 +414,7 @@ class Machine(RuleBasedStateMachine):
         assert not self.catalogue.jobs
         assert self.told.keys() == self.wanted.keys()
         for tier in self.catalogue._tiers():
-            assert not any(entry.holders for entry in tier.entries())
+            assert not any(entry.holders for entry in entries_of(tier))
             assert not tier.leaving
 
 

@@ -433,8 +433,6 @@ def test_sizes_that_do_not_align_are_refused_with_those_that_would() -> None:
         stored_groups(layout(Group("s", ONE_PER_REQUEST, 8, kind="state")), [1], 16)
     with pytest.raises(ConfigError, match="hash_tokens is 0"):
         stored_groups(layout(Group("g", 16, 8)), [1], 0)
-    with pytest.raises(ConfigError, match=r"2 sizes of records are given for 1 groups"):
-        stored_groups(layout(Group("g", 16, 8)), [1, 2], 16)
 
 
 def test_a_namespace_says_what_is_stored_and_not_how_it_is_cut() -> None:

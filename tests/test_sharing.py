@@ -36,7 +36,7 @@ def address(buffer: Any) -> int:
 
 
 def readable(share: Any, base: int, length: int) -> bytes:
-    return os.pread(share.fd, length, share.offset + base - share.address)
+    return os.pread(share[0], length, share[1] + base - share[2])
 
 
 @pytest.mark.parametrize("kind", ["asynckv", "memfd", "file", "part of a file", "stdlib", "torch"])

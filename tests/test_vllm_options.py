@@ -319,7 +319,7 @@ def test_processes_of_an_engine_share_its_memory_until_the_last_has_gone() -> No
     one.array[7:9] = 42
     assert list(other.array[6:10]) == [0, 42, 42, 0]
     assert one.memory.base % HEAD == 0
-    one.unlink()
+    one.path.unlink(missing_ok=True)
     one.close()
     assert not path_of(name).exists()
     assert other.array[7] == 42
@@ -332,7 +332,7 @@ def test_a_process_that_cuts_the_memory_otherwise_is_refused() -> None:
     one = Region(name, CUT)
     with pytest.raises(ConfigError, match=r"by block_bytes=8192, .* by block_bytes=4096"):
         Region(name, CUT._replace(block_bytes=8192))
-    one.unlink()
+    one.path.unlink(missing_ok=True)
     one.close()
 
 
@@ -344,7 +344,7 @@ def test_two_engines_of_one_id_do_not_share_their_memory() -> None:
     assert other.joined() == 2
     with pytest.raises(ConfigError, match=r"as rank 0 of an engine of this id: .* leave engine_id out"):
         other.join(0)
-    one.unlink()
+    one.path.unlink(missing_ok=True)
     one.close()
     other.close()
 
@@ -363,5 +363,5 @@ def test_what_a_killed_process_left_is_swept_away_and_nothing_else() -> None:
     sweep()
     assert not path_of(left).exists()
     assert path_of(used).exists()
-    kept.unlink()
+    kept.path.unlink(missing_ok=True)
     kept.close()

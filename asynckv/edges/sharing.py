@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -72,13 +71,6 @@ def map_shared(num_bytes: int) -> mmap.mmap:
 class NotShared(BackendError): ...
 
 
-class SharedMapping(NamedTuple):
-    fd: int
-    offset: int
-    address: int
-    length: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Mapping:
     start: int
@@ -93,7 +85,7 @@ class Shares:
     """The mappings under some regions, with descriptors of their own; raises `NotShared` for a region without one."""
 
     def __init__(self, memories: Sequence[Memory]) -> None:
-        self.shares: list[SharedMapping] = []
+        self.shares: list[tuple[int, int, int, int]] = []  # descriptor, offset in its file, address, length
         self._fds: dict[tuple[int, int], int] = {}
         try:
             self._find(memories)
@@ -128,7 +120,7 @@ class Shares:
                         f"{where} is shared, but neither a descriptor nor a path leads to it any more; {REMEDY}"
                     )
                 self._fds[mapping.file] = fd
-        self.shares = [SharedMapping(self._fds[m.file], m.offset, m.start, m.end - m.start) for m in needed.values()]
+        self.shares = [(self._fds[m.file], m.offset, m.start, m.end - m.start) for m in needed.values()]
 
 
 def _under(memory: Memory, mappings: Sequence[_Mapping], where: str) -> Iterator[_Mapping]:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from asynckv.geometry.bounds import Int32s, Int64s
 from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.strides import joined
 from asynckv.geometry.tables import GroupPair, PeerTables
 
 PLACE_BYTES, NUM_PLACES = 1 << 20, 8
@@ -50,12 +51,7 @@ class Look:
 
     def ranges(self, side: int) -> Int64s:
         """Return int64 `[ranges, 3]`, memory, offset and length here (0) or there (2), joined where pieces touch."""
-        memory, offset, length = self.pieces[:, (side, side + 1, 4)].T
-        follows = (memory[1:] == memory[:-1]) & (offset[1:] == offset[:-1] + length[:-1])
-        if not follows.any():
-            return self.pieces[:, (side, side + 1, 4)]
-        heads = np.flatnonzero(np.append(True, ~follows))
-        return np.stack((memory[heads], offset[heads], np.add.reduceat(length, heads)), axis=1)
+        return joined(self.pieces[:, (side, side + 1, 4)])
 
 
 class Difference(NamedTuple):

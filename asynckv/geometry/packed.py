@@ -38,16 +38,13 @@ class RecordSize(NamedTuple):
     num_slots: int  # slots that the range would have if this group had it alone
 
 
-def record_form(layout: Layout, *, align: int = ALIGN, strides: Sequence[int] | None = None) -> Layout:
+def record_form(layout: Layout, *, align: int = ALIGN) -> Layout:
     """Return the form of one stored block of each group: a layout with one slot per group, at address 0.
 
     Args:
         align: Unit of record sizes, in bytes.
-        strides: Bytes from slot to slot per group, where ranks with records of different sizes have the same slots.
     """
     align = integer("align", align, 1, MAX_BYTES, LayoutError)
-    if strides is not None and len(strides) != len(layout.groups):
-        raise LayoutError(f"{len(strides)} strides are given for {len(layout.groups)} groups; give one per group")
     views: list[View] = []
     for index, group in enumerate(layout.groups):
         mine = [view for view in layout.views if view.group == index]
@@ -55,16 +52,7 @@ def record_form(layout: Layout, *, align: int = ALIGN, strides: Sequence[int] | 
         # `align`.
         unit = align // math.gcd(align, group.ratio)
         size = sum(_payload(part) for view in mine for part in view.parts)
-        stride = -(-size // unit) * unit
-        if strides is not None and mine:
-            given = integer(f"strides[{index}]", strides[index], 1, MAX_BYTES, LayoutError)
-            if given < stride * group.ratio or given % (unit * group.ratio):
-                raise LayoutError(
-                    f"strides[{index}] is {given}, but a record of group {group.name!r} takes {stride * group.ratio} "
-                    f"bytes; give a multiple of {unit * group.ratio} that is no smaller"
-                )
-            stride = given // group.ratio
-        views += _pack(mine, stride)
+        views += _pack(mine, -(-size // unit) * unit)
     groups = tuple(structs.replace(group, num_blocks=1, null_block=NULL) for group in layout.groups)
     length = max(view.stride * groups[view.group].ratio for view in views)
     return structs.replace(

@@ -75,9 +75,7 @@ class BlockLists:
         self.local = tuple(local)
         self.num_tokens = num_tokens
         self.offered_tokens = num_tokens if offered_tokens is None else offered_tokens
-        self._lent: list[LentBlocks] = []
-        for runs in remote:
-            self._lent.append(LentBlocks(runs))
+        self._lent = list(map(LentBlocks, remote))
         self._places: dict[int, Int64s] = {}
         self._pairs: dict[tuple[tuple[object, ...], bool], Sequence[Pairs]] = {}
         wanted = []

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from asynckv.geometry.bounds import Int32s, Int64s
 from asynckv.geometry.pairing import BlockLists
-from asynckv.geometry.strides import step_along
+from asynckv.geometry.strides import joined, step_along
 from asynckv.geometry.tables import DescTable, PeerTables
 
 
@@ -83,13 +83,7 @@ class ReadRequest(NamedTuple):
         out = np.empty((count, len(ids), 3), np.int64)
         out[..., 0], out[..., 2] = ours[:, :1], length[:, None]
         out[..., 1] = ours[:, 1:2] + ids * ours[:, 2:3]
-        ranges: Int64s = out.reshape(-1, 3)
-        end = ranges[:, 1] + ranges[:, 2]
-        joins = (ranges[1:, 0] == ranges[:-1, 0]) & (ranges[1:, 1] == end[:-1])
-        heads = np.flatnonzero(np.concatenate(([True], ~joins)))
-        found = ranges[heads]
-        found[:, 2] = np.add.reduceat(ranges[:, 2], heads)
-        return found
+        return joined(out.reshape(-1, 3))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -48,6 +48,14 @@ def strided_descriptors(itemsize: int, dims: Sequence[StridedDim]) -> tuple[Int6
     return a[order], b[order], length
 
 
+def joined(ranges: Int64s) -> Int64s:
+    """Join rows of memory, offset and length where one touches the next."""
+    memory, offset, length = ranges.T
+    follows = (memory[1:] == memory[:-1]) & (offset[1:] == offset[:-1] + length[:-1])
+    heads = np.flatnonzero(np.append(True, ~follows))
+    return np.stack((memory[heads], offset[heads], np.add.reduceat(length, heads)), axis=1)
+
+
 def step_along(dims: Sequence[StridedDim]) -> tuple[Int64s, Int64s]:
     """Return the byte offsets in a and in b of every step along some dims, the first dim outermost."""
     a, b = np.zeros(1, np.int64), np.zeros(1, np.int64)

@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from asynckv.arguments import integer, shown, text
 from asynckv.core.events import Ending
-from asynckv.errors import ConfigError, LocalProtocolError
+from asynckv.errors import LocalProtocolError
 from asynckv.offload.cutting import Cutting, WriteBack
 from asynckv.offload.entry import Entry, EntryState
 from asynckv.offload.found import Found, known, longest, make_room
@@ -37,6 +37,7 @@ class Catalogue:
     """The stored blocks of one rank's tiers, and the moves in flight.
 
     Args:
+        hash_tokens: Tokens that a hash covers; it divides the block size of every group (`stored_groups`).
         file_bytes: Size of the file tier; one of 0 bytes is off from the start.
         policy: Name of the eviction policy, see `asynckv.offload.eviction`.
         budgets: Most bytes in flight, by kind of move; those of `BUDGETS` for other kinds.
@@ -53,13 +54,7 @@ class Catalogue:
         budgets: Mapping[MoveKind, int] = BUDGETS,
         move_bytes: int = MOVE_BYTES,
     ) -> None:
-        self.groups = tuple(groups)
-        self.hash_tokens = integer("hash_tokens", hash_tokens, 1, error=ConfigError)
-        for group in self.groups:
-            if group.block_size % hash_tokens:
-                raise ConfigError(
-                    f"group {shown(group.name)} has blocks of {group.block_size} tokens, but hashes cover {hash_tokens}"
-                )
+        self.groups, self.hash_tokens = tuple(groups), hash_tokens
         # Blocks that are being written to files cannot be evicted, so a disk that stalls must not hold all of them.
         limits = {**BUDGETS, **budgets}
         limits[MoveKind.WRITE_BACK] = min(limits[MoveKind.WRITE_BACK], host_bytes // 4)
@@ -291,13 +286,11 @@ class Catalogue:
         return count - left, left
 
     def recover(self, found: Iterable[tuple[int, int, bytes]], others: Iterable[tuple[int, int]] = ()) -> int:
-        """Take in `(group, slot, hash)` of the file tier, least recently used first; return the number of blocks taken.
+        """Take in `(group, slot, hash)` of an empty file tier, least recently used first; return the number taken.
 
         Blocks that were not taken are `forgotten`. `others` are `(group, slot)` of other models' blocks, which are
         evicted first.
         """
-        if any(True for _ in self.file.entries()):
-            raise LocalProtocolError("only an empty file tier takes in recovered blocks")
         return self.file.recover(((g, slot, key) for g, slot, key in found if 0 <= g < len(self.groups)), others)
 
     def switch_off(self, *, reads: bool = True) -> None:
@@ -371,8 +364,8 @@ class Catalogue:
         self.traffic.end(running)
         is_done = ending is Ending.DONE
         end = {
-            MoveKind.LOAD: self._load_ended,
-            MoveKind.STORE: self._store_ended,
+            MoveKind.LOAD: self._copy_ended,
+            MoveKind.STORE: self._copy_ended,
             MoveKind.PROMOTION: self._promotion_ended,
             MoveKind.WRITE_BACK: self._write_back.ended,
         }[running.move.kind]
@@ -400,9 +393,11 @@ class Catalogue:
 
     # -- how moves end -----------------------------------------------------------------------------
 
-    def _load_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
-        (position, entry), job, move_id = running.items[i], running.job, running.move.move_id
+    def _copy_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
+        (position, entry), job, is_load = running.items[i], running.job, running.move.kind is MoveKind.LOAD
         assert job is not None
+        if not is_load:
+            is_good = self._written_or_lost(entry, is_good, cause)
         if not running.is_doubtful:
             if is_good:
                 job.blocks += 1
@@ -410,19 +405,8 @@ class Catalogue:
                 job.missing.append((entry.group, position))
             if is_good and job.is_pinning and job.state is JobState.RUNNING:
                 job.loaded.append(entry)
-            else:
+            elif is_load:
                 self.host.let_go(entry, job.job_id)
-        self.host.let_go(entry, move_id)
-
-    def _store_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:
-        (position, entry), job = running.items[i], running.job
-        assert job is not None
-        is_kept = self._written_or_lost(entry, is_good, cause)
-        if not running.is_doubtful:
-            if is_kept:
-                job.blocks += 1
-            else:
-                job.missing.append((entry.group, position))
         self.host.let_go(entry, running.move.move_id)
 
     def _promotion_ended(self, running: Running, i: int, is_good: bool, cause: str) -> None:

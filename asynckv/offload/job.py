@@ -169,10 +169,6 @@ class Job:
     blocks: int = 0
     known: int = 0
 
-    @property
-    def is_over(self) -> bool:
-        return self.state is S.OVER
-
     def receive(self, event: JobEvent, outcome: JobOutcome, cause: str = "") -> None:
         """Take an event and its outcome. An impossible event raises `LocalProtocolError`."""
         self.state = ON_EVENT[self.state].get(event) or impossible(event, f"job {self.job_id!r}", self.state)
@@ -286,7 +282,7 @@ class Jobs:
     def settle(self, job: Job) -> None:
         if (told := job.settle(self._num_groups)) is not None:
             self._news.append(told)
-        if job.is_over and self.by_name.pop(job.job_id, None) is not None and job.is_pinning:
+        if job.state is S.OVER and self.by_name.pop(job.job_id, None) is not None and job.is_pinning:
             if job.outcome is JobOutcome.DONE:
                 self.pins[job.job_id] = [(self._host, entry) for entry in job.loaded]
 

@@ -51,8 +51,6 @@ def stored_groups(
         model: The model's fingerprint: weights, and everything else that changes the KV of a prompt.
     """
     integer("hash_tokens", hash_tokens, 1, MAX_TOKENS, ConfigError)
-    if len(record_bytes) != len(layout.groups):
-        raise ConfigError(f"{len(record_bytes)} sizes of records are given for {len(layout.groups)} groups")
     for group in layout.groups:
         _check(group, layout.groups, hash_tokens)
     return tuple(

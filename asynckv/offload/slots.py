@@ -9,7 +9,7 @@ of their length, as in two-level segregated fits (Masmano et al., ECRTS 2004), f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from asynckv.errors import ConfigError
@@ -24,9 +24,6 @@ class Runs:
         self._lengths: dict[int, int] = {}
         self._starts: dict[int, int] = {}  # end of a run (exclusive) -> its start
         self._by_size: list[dict[int, None]] = []  # starts of runs, by the number of bits of their length
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return iter(self._lengths.items())
 
     def add(self, start: int, length: int, lo: int, hi: int) -> tuple[int, int]:
         """Free a run, and merge it with neighbours in `[lo, hi)`; return the merged run."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from asynckv.core.types import members
 from asynckv.offload.entry import Entry, EntryEvent, EntryState, Holder
@@ -300,14 +300,3 @@ class Tier:
     @property
     def num_idle(self) -> int:
         return sum(self._idle)
-
-    def entries(self) -> Iterator[Entry]:
-        for index in self.index:
-            yield from index.values()
-        yield from self._unfound()
-        yield from self.leaving
-
-    def _unfound(self) -> Iterator[Entry]:
-        yield from (entry for index in self._doomed for entry in index.values() if entry.state is S.READY)
-        for others in self.others:
-            yield from others

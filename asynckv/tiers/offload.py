@@ -29,21 +29,20 @@ from asynckv.offload.keys import as_hashes, needed
 from asynckv.ports import CopyPlane, RecordPlane
 from asynckv.results import Evicted, Loaded, Statistics, Stored
 from asynckv.tiers.jobs import OffloadJob
-from asynckv.tiers.lending import Lending
+from asynckv.tiers.lending import lend
+from asynckv.tiers.mover import Mover
 from asynckv.tiers.rank import GRACE_S, Leftovers, Serve, Tiers
 
 
 class Pin:
     """Keeps stored blocks from being given up, until it is released or its `with` block is left."""
 
-    def __init__(self, release: Callable[[], None]) -> None:
-        self._release: Callable[[], None] | None = release
+    def __init__(self, mover: Mover, name: str) -> None:
+        self._mover, self._name = mover, name
 
     def release(self) -> None:
         """Let them be given up again. Harmless a second time."""
-        release, self._release = self._release, None
-        if release is not None:
-            release()
+        self._mover.unpin(self._name)
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +95,6 @@ class Offload:
         self.config, self.engine = config, engine
         tiers = self._tiers = Tiers(self, config, engine, copies, records, serve, leftovers)
         self._mover, self._own, self._catalogue = tiers.mover, tiers.own, tiers.own.catalogue
-        self._lending = Lending(config, tiers.mover, tiers.found)
 
     # -- life ----------------------------------------------------------------------------------------
 
@@ -192,7 +190,7 @@ class Offload:
         self._opened(self.pin)
         name = f"pin-{next(self._mover.ids)}"
         self._tiers.pin(name, self._chain(hashes, num_tokens))
-        return Pin(lambda: self._mover.unpin(name))
+        return Pin(self._mover, name)
 
     def evict(self, hashes: Sequence[str | bytes] | None = None) -> Evicted:
         """Evict the kept blocks of a prompt, or of all prompts, except pinned and lent blocks.
@@ -375,7 +373,7 @@ class Offload:
         self._here(self.lend)
         chain = as_hashes(hashes)
         tokens = self._whole(num_tokens, chain)
-        return await self._lending.lend(self.network, request_id, hashes, chain, tokens, lease_s, num_readers)
+        return await lend(self._tiers, request_id, hashes, chain, tokens, lease_s, num_readers)
 
     def cancel(self, request_id: str) -> bool:
         """Give up the stores and the load of a request; returns whether there were any."""

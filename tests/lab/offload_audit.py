@@ -48,7 +48,7 @@ def audit(catalogue: Catalogue) -> list[str]:
     for name, held in catalogue.pins.items():
         for _, entry in held:
             holders.setdefault(entry, set()).add(name)
-    known = {entry for tier in tiers for entry in tier.entries()}
+    known = {entry for tier in tiers for entry in entries_of(tier)}
     for entry in known | set(touched) | set(holders):
         name = f"slot {entry.slot} of group {entry.group} ({entry.state})"
         if entry not in known:
@@ -81,14 +81,23 @@ def _listed(catalogue: Catalogue) -> list[str]:
     return wrong
 
 
+def entries_of(tier: Tier) -> list[Entry]:
+    return [*(entry for index in tier.index for entry in index.values()), *_unfound(tier), *tier.leaving]
+
+
+def _unfound(tier: Tier) -> list[Entry]:
+    doomed = [entry for index in tier._doomed for entry in index.values() if entry.state is EntryState.READY]
+    return doomed + [entry for others in tier.others for entry in others]
+
+
 def _tier(tier: Tier) -> list[str]:
     wrong, taken = [], [set[int]() for _ in tier.slots.sizes]
-    idle = Counter(entry.chunk for entry in tier.entries() if tier._is_idle(entry))
+    idle = Counter(entry.chunk for entry in entries_of(tier) if tier._is_idle(entry))
     if idle != Counter(dict(enumerate(tier._idle_in))) or tier._idle != [
         sum(n for chunk, n in idle.items() if tier.slots.owners[chunk] == kind) for kind in range(len(tier._idle))
     ]:
         wrong.append(f"{tier.place} counts {tier._idle} blocks as idle, and {sum(idle.values())} are")
-    unfound = set(tier._unfound())
+    unfound = set(_unfound(tier))
     entries = [(True, entry) for index in tier.index for entry in index.values()]
     for is_found, entry in entries + [(False, entry) for entry in (*tier.leaving, *unfound)]:
         kind, name = entry.kind, f"{tier.place} slot {entry.slot} of group {entry.group}"
@@ -114,7 +123,7 @@ def _tier(tier: Tier) -> list[str]:
         wrong.append(f"the policies of {tier.place} know blocks that are not there")
     if tier._is_mixed:
         placed = {entry for some in tier._in_chunk for entry in some}
-        if placed != set(tier.entries()) or any(each not in tier._in_chunk[each.chunk] for each in placed):
+        if placed != set(entries_of(tier)) or any(each not in tier._in_chunk[each.chunk] for each in placed):
             wrong.append(f"the blocks in the chunks of {tier.place} are not those that there are")
     return wrong + [f"{tier.place}: {text}" for text in audit_slots(tier.slots, taken)]
 
@@ -129,7 +138,7 @@ def audit_slots(slots: TierSlots, taken: Sequence[set[int]]) -> list[str]:
     wrong = []
     for kind, some in enumerate(taken):
         size = slots.sizes[kind]
-        free = {s for start, length in slots._runs[kind] for s in range(start, start + length)}
+        free = {s for start, length in slots._runs[kind]._lengths.items() for s in range(start, start + length)}
         if both := free & some:
             wrong.append(f"slots {sorted(both)[:8]} of {size} bytes are free and taken")
         own = {s for c, owner in enumerate(slots.owners) if owner == kind for s in range(*slots.bounds(kind, c))}

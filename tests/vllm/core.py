@@ -287,7 +287,7 @@ class Process:
         manager = half.manager
         with manager.lock:
             assert audit(manager.catalogue) == []
-            return dict(manager.statistics())
+            return {**manager.catalogue.statistics(), **manager.counts}
 
     def judge(self, is_judged: bool) -> None:
         """Have ranks write and compare the model's bytes, or not, so that steps are only the connector's."""

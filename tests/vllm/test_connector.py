@@ -29,8 +29,7 @@ class Half:
 
 def made(**halves: Any) -> Any:
     connector: Any = object.__new__(AsyncKVConnector)
-    connector._worker = connector._scheduler = None
-    vars(connector).update(halves)
+    vars(connector).update(halves, _is_worker="_scheduler" not in halves)
     return connector
 
 

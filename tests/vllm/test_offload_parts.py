@@ -65,7 +65,7 @@ from asynckv.integrations.vllm.offload.worker import Worker, device_layout
 from asynckv.offload.job import Move, MoveKind, Piece
 from asynckv.ports import CopyOp, Record, RecordsEnded, RecordsLost
 from asynckv.tools.offload.folder import look
-from tests.lab.offload_audit import audit
+from tests.lab.offload_audit import audit, entries_of
 from tests.lab.tiers import SimDisk, SimRecords
 
 PAGE = 4096
@@ -461,7 +461,7 @@ def test_a_region_asks_for_large_pages() -> None:
     maps = Path("/proc/self/smaps").read_text().split("VmFlags:")
     [flags] = [after for before, after in itertools.pairwise(maps) if f"{region.memory.base:x}-" in before]
     assert "hg" in flags.partition("\n")[0].split()
-    region.unlink()
+    region.path.unlink()
     region.close()
 
 
@@ -596,7 +596,7 @@ class Kept:
             assert op is CopyOp.WRITE
             self.records.tell(RecordsEnded(move_id, Ending.DONE))
             self.manager.on_request_finished(context)
-        for entry in [*self.manager.catalogue.host.entries()]:
+        for entry in entries_of(self.manager.catalogue.host):
             self.manager.catalogue.host.drop(entry)
         assert len(list(self.manager.take_events())) >= blocks
 
@@ -684,7 +684,7 @@ def test_what_is_lost_on_the_way_is_a_miss() -> None:
     found = kept.lookup(context)
     assert [each is LookupResult.HIT for each in found] == [i != 3 for i in range(8)]
     assert found[3] is LookupResult.MISS
-    said = kept.manager.statistics()
+    said = kept.manager.counts
     assert (said["fetched_blocks"], said["unfetched_blocks"]) == (7, 1)
     kept.manager.on_request_finished(context)
     kept.close()
@@ -695,9 +695,9 @@ def test_what_was_in_doubt_and_came_is_counted_as_what_it_is() -> None:
     context = ReqContext("r")
     move_id = kept.fetch(context)
     kept.records.tell(RecordsEnded(move_id, Ending.IN_DOUBT, "the disk does not answer"))
-    assert kept.manager.statistics()["fetched_blocks"] == 0
+    assert kept.manager.counts["fetched_blocks"] == 0
     kept.records.tell(RecordsEnded(move_id, Ending.DONE))
-    assert kept.manager.statistics()["fetched_blocks"] == 8
+    assert kept.manager.counts["fetched_blocks"] == 8
     kept.manager.on_request_finished(context)
     kept.close()
 
@@ -822,7 +822,7 @@ def test_who_keeps_all_slots_is_said_once_and_not_in_every_step(caplog: pytest.L
         assert manager.prepare_store(more, context) is None
         assert caplog.messages == [said, said]
     assert "of 8 slots workers write 8 and read 0, 0 are being written to files" in said
-    assert manager.statistics()["refused_blocks"] == 3
+    assert manager.counts["refused_blocks"] == 3
     manager.complete_store(first, context)
     assert manager.prepare_store(more, context) is not None
 
@@ -854,7 +854,7 @@ class Filed:
         deadline = time.monotonic() + WITHIN_S
         while True:
             with self.manager.lock:
-                said = self.manager.statistics()
+                said = self.manager.catalogue.statistics() | self.manager.counts
             if not said["moves"] and not said["to_write_back"]:
                 return said
             assert time.monotonic() < deadline, said

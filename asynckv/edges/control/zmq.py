@@ -203,7 +203,7 @@ class ZmqPlane:
         self._peers: AllowList | None = None
         if keys is not None:
             self._pair, self._peers = _load(keys)
-        self._address = Address("")
+        self.address = Address("")  # of the listener, once it has started
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._router: _Link | None = None
         self._zap: _Link | None = None
@@ -242,10 +242,6 @@ class ZmqPlane:
         if advertise and _is_wildcard(_host(advertise)):
             raise ConfigError(f"advertise {advertise!r} is a wildcard, which peers cannot connect to")
 
-    @property
-    def address(self) -> Address:
-        return self._address
-
     async def start(self, on_packet: OnPacket, on_refused: OnRefused = lambda cause, peer: None) -> None:
         self._context, self._on_packet, self._on_refused = zmq.Context(), on_packet, on_refused
         self._turn = _Turn()
@@ -266,7 +262,7 @@ class ZmqPlane:
         socket = self._socket(zmq.ROUTER, self._bind)
         try:
             self._guard(socket)
-            self._address = self._listen(socket, self._bind)
+            self.address = self._listen(socket, self._bind)
         except BaseException:
             self._close_sockets()
             socket.close(0)

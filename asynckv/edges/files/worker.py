@@ -98,7 +98,7 @@ class Worker:
         wake: Callable[[], None],
     ) -> None:
         self._memory, self._view, self._segments = memory, bytes_at(memory).data, segments
-        self._folder = segments.path(0).parent
+        self._folder, self.is_direct = segments.path(0).parent, segments.is_direct
         self._index, self._io, self._slow_s, self._wake = index, io, slow_s, wake
         self._entries = entries  # by place; only the thread changes it
         self._gate = threading.Condition()
@@ -124,10 +124,6 @@ class Worker:
         self._thread.start()
 
     # -- called by the loop --------------------------------------------------------------------------
-
-    @property
-    def is_direct(self) -> bool:
-        return self._segments.is_direct
 
     @property
     def has_news(self) -> bool:

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from asynckv.config import NixlConfig
-from asynckv.edges.sharing import SharedMapping, Shares
+from asynckv.edges.sharing import Shares
 from asynckv.edges.survivor import wire
 from asynckv.edges.survivor.main import COLLISION
 from asynckv.errors import BackendError, EngineClosed
@@ -58,7 +58,7 @@ def check_processes() -> None:
 class _Process:
     """One child, until it was waited for; `collisions` counts those before it that found the addresses taken."""
 
-    def __init__(self, shares: Sequence[SharedMapping], fds: Sequence[int], setup: wire.Setup, collisions: int) -> None:
+    def __init__(self, shares: Shares, setup: wire.Setup, collisions: int) -> None:
         self.name, self.collisions = setup.agent_name, collisions
         self.ready: wire.Ready | None = None
         self.cause = ""  # the reason of its end, if it or the keeper gave one
@@ -75,7 +75,7 @@ class _Process:
             self._popen = subprocess.Popen(
                 [sys.executable, "-P", "-m", "asynckv.edges.survivor.main", str(theirs.fileno())],
                 env=os.environ | {"PYTHONPATH": path},
-                pass_fds=(theirs.fileno(), *fds),
+                pass_fds=(theirs.fileno(), *shares.fds),
                 stdin=subprocess.DEVNULL,
                 stdout=out,  # never mixed into the engine's stdout
                 stderr=out,
@@ -93,7 +93,7 @@ class _Process:
         finally:
             theirs.close()
         self.link = wire.Link(ours, MAX_NEWS)
-        self.link.send_bytes(json.dumps(shares).encode())
+        self.link.send_bytes(json.dumps(shares.shares).encode())
         self.link.send(setup)
 
     @property
@@ -179,8 +179,7 @@ class Keeper:
         self._current: _Process | None = None
         self._started: asyncio.Future[None] | None = None  # what `start` waits for
         self._next: _Process | None = None  # the standby child
-        self._ready = wire.Ready(AgentInfo("", b""))
-        self.name = name  # the agent that serves, or served last
+        self.name, self.agent = name, AgentInfo("", b"")  # the agent that serves, or served last
         self.is_closing = False  # True if no other child may follow
         self._has_settled = False
         self._ended = asyncio.Event()  # set when there is no child
@@ -194,10 +193,6 @@ class Keeper:
     @property
     def is_serving(self) -> bool:
         return self._current is not None and self._current.ready is not None
-
-    @property
-    def agent(self) -> AgentInfo:
-        return self._ready.agent
 
     @property
     def pid(self) -> int:
@@ -236,7 +231,7 @@ class Keeper:
         self._starts += 1
         name = self._base_name if self._starts == 1 else f"{self._base_name}-{self._starts}"
         setup = wire.Setup(name, self._config, self._memories)
-        process = _Process(self._shares.shares, self._shares.fds, setup, collisions)
+        process = _Process(self._shares, setup, collisions)
         self._ended.clear()
         self._loop.add_reader(process.link.fileno(), self._on_news, process)
         self._loop.add_reader(process.exit_fd, self._on_exit, process)
@@ -426,7 +421,7 @@ class Keeper:
                 self._started.set_result(None)
 
     def _serve(self, name: str, ready: wire.Ready) -> None:
-        self.name, self._ready = name, ready
+        self.name, self.agent = name, ready.agent
         if self._is_watched:
             self.watch(True)
         self._served()

@@ -7,7 +7,9 @@ import, because nothing else may lie at those addresses. The process ends with i
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
+import mmap
 import os
 import signal
 import socket
@@ -16,11 +18,7 @@ import sys
 COLLISION = 75  # exit status: the addresses are taken; another process may find them free
 UNMAPPABLE = 76  # exit status: the system does not let this memory be mapped
 PR_SET_PDEATHSIG = 1
-MAP_SHARED = 0x01
 MAP_FIXED_NOREPLACE = 0x100000
-PROT_READ_WRITE = 0x3
-MADV_DONTDUMP = 16
-EEXIST = 17
 
 
 def main() -> None:
@@ -52,16 +50,16 @@ def _map(shares: list[tuple[int, int, int, int]]) -> None:
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     for fd, offset, address, length in shares:
-        flags = MAP_SHARED | MAP_FIXED_NOREPLACE
-        found = libc.mmap(address, length, PROT_READ_WRITE, flags, fd, offset)
+        flags = mmap.MAP_SHARED | MAP_FIXED_NOREPLACE
+        found = libc.mmap(address, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
         if found != address:
             error = ctypes.get_errno()
-            if error == EEXIST or found != ctypes.c_void_p(-1).value:  # an old kernel maps elsewhere
+            if error == errno.EEXIST or found != ctypes.c_void_p(-1).value:  # an old kernel maps elsewhere
                 os._exit(COLLISION)
             print(f"{length} bytes of memory cannot be mapped: {os.strerror(error)}", file=sys.stderr)
             os._exit(UNMAPPABLE)
         # This process is expected to crash, and a core dump of the pool would delay its end by minutes.
-        libc.madvise(address, length, MADV_DONTDUMP)
+        libc.madvise(address, length, mmap.MADV_DONTDUMP)
     for fd in {share[0] for share in shares}:
         os.close(fd)
 

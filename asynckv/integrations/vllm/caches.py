@@ -1,7 +1,7 @@
-"""The caches of layers as plain values, and the cut of their tensors into the parts that a layout declares.
+"""The cut of layers' caches into the parts that a layout declares.
 
 - `Attention`: a tensor `[kernel block, head, entry, content]`, strided in any order. It is one part, sharded by heads.
-- `States`: pages `[block, 1, 1, byte]` that hold several arrays, each sharded along its own axis.
+- `states`: pages `[block, 1, 1, byte]` that hold several arrays, each sharded along its own axis.
 - `Opaque`: pages or whole kernel blocks of unknown structure. They move whole, and only between equal ranks of equal
   tensor-parallel sizes. An axis named `rank` makes the handshake refuse others.
 
@@ -10,7 +10,7 @@ Parts are views of the given tensor; nothing is copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -21,9 +21,6 @@ from asynckv.geometry.layout import ITEMSIZE, TOKEN
 
 if TYPE_CHECKING:
     from asynckv.edges.torch import Dtype, Tensor
-
-
-class UnknownStructure(Exception): ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +81,6 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Array:
-    name: str
-    dtype: Dtype
-    offset: int  # bytes from the start of the page to the whole array
-    shape: tuple[int, ...]  # of the whole array, in memory order
-    dims: tuple[str, ...]
-    axis: str  # the sharded dim
-    held: Range | None  # range of the model's axis that this rank holds; None if every rank holds all
-    first: int = 0  # first entry of the slice along `axis`; the whole array if `size` is 0
-    size: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class States:
-    arrays: tuple[Array, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque:
     """A layer of unknown structure, with `num_bytes` of content per page."""
 
@@ -128,21 +107,13 @@ def is_known(num_local: int, num_heads: int | None, place: Place) -> bool:
     return num_heads == num_local * size or (num_local == 1 and num_heads > 0 and size % num_heads == 0)
 
 
-def parts(
-    layer: str, kind: Attention | States | Opaque, tensor: Tensor, group: int, place: Place
-) -> Iterator[TensorPart]:
-    match kind:
-        case Attention():
-            yield _attention(layer, kind, tensor, group)
-        case States():
-            for array in kind.arrays:
-                yield _array(layer, array, tensor, group)
-        case Opaque():
-            yield _opaque(layer, kind, tensor, group, place)
+def part_of(layer: str, kind: Attention | Opaque, tensor: Tensor, group: int, place: Place) -> TensorPart:
+    if isinstance(kind, Attention):
+        return _attention(layer, kind, tensor, group)
+    return _opaque(layer, kind, tensor, group, place)
 
 
 def _attention(layer: str, kind: Attention, tensor: Tensor, group: int) -> TensorPart:
-    tensor, content = _known_dtype(tensor, kind.content)
     each, order = kind.tokens_per_entry, ["block", "head", TOKEN if kind.is_by_token else "slot", "dim"]
     if not kind.is_by_token and kind.is_shared:
         # A whole kernel block is one entry, so that ranks can share tokens by whole kernel blocks.
@@ -156,118 +127,83 @@ def _attention(layer: str, kind: Attention, tensor: Tensor, group: int) -> Tenso
         tensor = tensor.unflatten(2, (-1, per_token))  # type: ignore[no-untyped-call]
         order.insert(3, "entry")
         each = Fraction(1)
-    cut = _cut("head", kind.heads)
-    return TensorPart(
-        layer=layer, name=content, tensor=tensor, order=order, group=group, tokens_per_entry=int(each), **cut
-    )
-
-
-def _array(layer: str, array: Array, pages: Tensor, group: int) -> TensorPart:
-    num_bytes = prod(array.shape) * array.dtype.itemsize
-    page = pages[:, 0, 0, array.offset : array.offset + num_bytes].view(array.dtype)
-    tensor = page.unflatten(1, array.shape)  # type: ignore[no-untyped-call]
-    if array.size:
-        tensor = tensor.narrow(1 + array.dims.index(array.axis), array.first, array.size)
-    tensor, name = _known_dtype(tensor, array.name)
-    order, cut = ("block", *array.dims), _cut(array.axis, array.held)
-    return TensorPart(layer=layer, name=name, tensor=tensor, order=order, group=group, **cut)
+    return _part(layer, kind.content, tensor, order, group, "head", kind.heads, int(each))
 
 
 def _opaque(layer: str, kind: Opaque, tensor: Tensor, group: int, place: Place) -> TensorPart:
-    order: tuple[str, ...] = "block", "rank", "byte"
     if tensor.shape[1:3] == (1, 1):
-        tensor, name = as_bytes(tensor[:, 0])[..., : kind.num_bytes], kind.content
+        tensor, dims = as_bytes(tensor[:, 0])[..., : kind.num_bytes], ["byte"]
     else:
-        tensor, name = _known_dtype(tensor, kind.content)
-        tensor, order = tensor.unsqueeze(1), ("block", "rank", "row", "slot", "dim")
-    cut = _cut("rank", None if kind.is_replicated else place.share(1))
-    return TensorPart(layer=layer, name=name, tensor=tensor, order=order, group=group, **cut)
+        tensor, dims = tensor.unsqueeze(1), ["row", "slot", "dim"]
+    held = None if kind.is_replicated else place.share(1)
+    return _part(layer, kind.content, tensor, ["block", "rank", *dims], group, "rank", held)
 
 
-def _cut(axis: str, held: Range | None) -> dict[str, Any]:
-    """Return the arguments of a sharded part; empty if every rank holds all."""
-    return {} if held is None else {"axis": axis, "held": (held.lo, held.hi), "extent": held.extent}
-
-
-def _known_dtype(tensor: Tensor, name: str) -> tuple[Tensor, str]:
-    """View elements of a type that layouts do not know as bytes, and add the type to the part's name."""
+def _part(
+    layer: str,
+    name: str,
+    tensor: Tensor,
+    order: Sequence[str],
+    group: int,
+    axis: str,
+    held: Range | None,
+    each: int = 1,
+) -> TensorPart:
+    """Declare a part, with elements of a type that layouts do not know as bytes, and the type in the part's name."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return (tensor, name) if dtype in ITEMSIZE else (as_bytes(tensor), f"{name} {dtype}")
+    if dtype not in ITEMSIZE:
+        tensor, name = as_bytes(tensor), f"{name} {dtype}"
+    cut: dict[str, Any] = {} if held is None else {"axis": axis, "held": (held.lo, held.hi), "extent": held.extent}
+    return TensorPart(layer=layer, name=name, tensor=tensor, order=order, group=group, tokens_per_entry=each, **cut)
 
 
-def mamba1(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Dtype], *, is_dim_first: bool, place: Place) -> States:
-    channels = _conv(shapes[0], is_dim_first)[0]
-    _check("Mamba-1", channels == shapes[1][0], shapes)
-    conv = _conv_slices(("conv_x", channels, place.share(channels)), conv=(shapes[0], dtypes[0]), first=is_dim_first)
-    return States((*conv, _state(shapes, dtypes, ("channel", "state"), place)))
-
-
-def mamba2(
+def states(
+    layer: str,
+    kind: str,
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[Dtype],
-    *,
     is_dim_first: bool,
-    place: Place,
     num_groups: int | None,
-) -> States:
-    """Describe Mamba-2: a convolution's state over x, B and C, and a state per head.
+    pages: Tensor,
+    group: int,
+    place: Place,
+) -> list[TensorPart] | None:
+    """Cut pages into the slices of a convolution's channels, and the recurrent state behind them.
+
+    Return None if the kind is not known, or has states of other shapes.
 
     Args:
-        num_groups: Number of the model's groups of B and C. If it is None, every rank counts as having its own groups,
-            so that a wrong guess meets only engines of as many ranks, as in `kv_heads`.
+        num_groups: Number of the model's groups of Mamba-2's B and C. If it is None, every rank counts as having its
+            own groups, so that a wrong guess meets only engines of as many ranks, as in `kv_heads`.
     """
-    heads, head_dim, state = shapes[1]
-    channels = _conv(shapes[0], is_dim_first)[0]
-    rest = channels - heads * head_dim
-    _check("Mamba-2", rest >= 0 and rest % (2 * state) == 0, shapes)
-    local, x = rest // (2 * state), place.share(heads * head_dim)
-    slices = [("conv_x", heads * head_dim, x)]
-    if local:
-        held = Range(0, state, state) if num_groups == local == 1 else place.share(local * state)
-        slices += [("conv_b", local * state, held), ("conv_c", local * state, held)]
-    conv = _conv_slices(*slices, conv=(shapes[0], dtypes[0]), first=is_dim_first)
-    return States((*conv, _state(shapes, dtypes, ("head", "head_dim", "state"), place)))
+    conv, state = shapes
+    order = ("channel", "column") if is_dim_first else ("column", "channel")
+    channels = conv[order.index("channel")] if len(conv) == 2 else 0
+    rest = channels - prod(state[:2])  # channels besides those of the recurrent state
+    dims: tuple[str, ...]
+    match kind, len(state):
+        case "mamba1", 2 if channels == state[0]:
+            dims, sizes = ("channel", "state"), {"conv_x": channels}
+        case "mamba2", 3 if rest >= 0 and rest % (2 * state[2]) == 0:
+            dims = ("head", "head_dim", "state")
+            sizes = {"conv_x": channels - rest, "conv_b": rest // 2, "conv_c": rest // 2}
+        case "gdn_attn", 3 if rest > 0 and rest % 2 == 0:
+            dims = ("head", "value_dim", "key_dim")
+            sizes = {"conv_q": rest // 2, "conv_k": rest // 2, "conv_v": channels - rest}
+        case _:
+            return None
+    end, made, first = prod(conv) * dtypes[0].itemsize, list[TensorPart](), 0
+    whole = _array(pages[:, 0, 0, :end], dtypes[0], conv)
+    for name, size in sizes.items():
+        has_all = name in ("conv_b", "conv_c") and num_groups == 1 and size == state[2]  # the only group, on every rank
+        held = Range(0, size, size) if has_all else place.share(size)
+        if size:
+            part = whole.narrow(1 + order.index("channel"), first, size)
+            made.append(_part(layer, name, part, ("block", *order), group, "channel", held))
+        first += size
+    last = _array(pages[:, 0, 0, end : end + prod(state) * dtypes[1].itemsize], dtypes[1], state)
+    return [*made, _part(layer, "state", last, ("block", *dims), group, dims[0], place.share(state[0]))]
 
 
-def delta_net(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Dtype], *, is_dim_first: bool, place: Place
-) -> States:
-    heads, value_dim, _ = shapes[1]
-    channels, v = _conv(shapes[0], is_dim_first)[0], heads * value_dim
-    _check("a gated delta net", channels > v and (channels - v) % 2 == 0, shapes)
-    k = (channels - v) // 2
-    slices = [("conv_q", k, place.share(k)), ("conv_k", k, place.share(k)), ("conv_v", v, place.share(v))]
-    conv = _conv_slices(*slices, conv=(shapes[0], dtypes[0]), first=is_dim_first)
-    return States((*conv, _state(shapes, dtypes, ("head", "value_dim", "key_dim"), place)))
-
-
-def _conv(shape: tuple[int, ...], is_dim_first: bool) -> tuple[int, int]:
-    _check("a convolution", len(shape) == 2, [shape])
-    return (shape[0], shape[1]) if is_dim_first else (shape[1], shape[0])
-
-
-def _conv_slices(*slices: tuple[str, int, Range], conv: tuple[tuple[int, ...], Dtype], first: bool) -> Iterator[Array]:
-    shape, dtype = conv
-    dims, at = (("channel", "column") if first else ("column", "channel")), 0
-    for name, size, held in slices:
-        yield Array(
-            name=name, dtype=dtype, offset=0, shape=shape, dims=dims, axis="channel", held=held, first=at, size=size
-        )
-        at += size
-
-
-def _state(shapes: Sequence[tuple[int, ...]], dtypes: Sequence[Dtype], dims: tuple[str, ...], place: Place) -> Array:
-    return Array(
-        name="state",
-        dtype=dtypes[1],
-        offset=prod(shapes[0]) * dtypes[0].itemsize,
-        shape=shapes[1],
-        dims=dims,
-        axis=dims[0],
-        held=place.share(shapes[1][0]),
-    )
-
-
-def _check(what: str, fits: bool, shapes: Sequence[tuple[int, ...]]) -> None:
-    if not fits:
-        raise UnknownStructure(f"states of shapes {[tuple(s) for s in shapes]} are not those of {what}")
+def _array(page: Tensor, dtype: Dtype, shape: tuple[int, ...]) -> Tensor:
+    return page.view(dtype).unflatten(1, shape)  # type: ignore[no-untyped-call, no-any-return]

@@ -115,14 +115,9 @@ def transfer_groups(config: Any) -> list[Any]:
     return [config.kv_cache_groups[index] for index in transfer_group_ids(config)]
 
 
-def tells_of_sleep() -> bool:
-    """Return True if vLLM tells a connector before its memory goes, as it does from 0.33 on."""
-    return hasattr(__getattr__("KVConnectorBase_V1"), "unregister_kv_caches")
-
-
-def hears_of_workers() -> bool:
-    """Return True if a connector's workers can report to its scheduler's half, as offers need."""
-    return hasattr(__getattr__("KVConnectorBase_V1"), "build_connector_worker_meta")
+def calls(hook: str) -> bool:
+    """Return True if this vLLM calls a hook of its connectors."""
+    return hasattr(__getattr__("KVConnectorBase_V1"), hook)
 
 
 def runs_late(vllm_config: Any) -> bool:

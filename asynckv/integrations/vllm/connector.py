@@ -23,6 +23,8 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     """A drop-in for `NixlConnector`."""
 
     _cache_hit_source = getattr(compat.CacheHitSource, "P2P", None)
+    _scheduler: SchedulerHalf  # in the scheduler's process alone
+    _worker: WorkerHalf  # in a worker alone
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -32,9 +34,8 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         for remark in remarks(options, compat.version(), os.environ, compat.lacking()):
             logger.warning("%s", remark)
         self._groups = compat.transfer_group_ids(kv_cache_config)
-        self._scheduler: Any = None
-        self._worker: Any = None
-        if role is compat.KVConnectorRole.SCHEDULER:
+        self._is_worker = role is not compat.KVConnectorRole.SCHEDULER
+        if not self._is_worker:
             check_supported(vllm_config, kv_cache_config)
             if not transfer.is_kv_consumer and vllm_config.parallel_config.prefill_context_parallel_size == 1:
                 # With overlapping steps vLLM keeps freed blocks from a load until no step writes them, but only in
@@ -77,8 +78,7 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._scheduler.add(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        matched: tuple[int | None, bool] = self._scheduler.match(request, num_computed_tokens)
-        return matched
+        return self._scheduler.match(request, num_computed_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
         return self._groups
@@ -87,10 +87,7 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepOrders:
-        self._scheduler.look(scheduler_output)
-        return StepOrders(
-            self._scheduler.take_orders(), self._scheduler.take_failing(), self._scheduler.tally.take_total()
-        )
+        return self._scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
         self._scheduler.loaded(
@@ -108,19 +105,17 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        finished: tuple[bool, dict[str, Any] | None] = self._scheduler.finished(request, block_ids)
-        return finished
+        return self._scheduler.finished(request, block_ids)
 
     def reset_cache(self) -> None:
-        if self._scheduler is not None:
+        if not self._is_worker:
             self._scheduler.reset()
 
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.has_orders
+        return not self._is_worker and self._scheduler.has_orders
 
     def get_mem_pool_context(self) -> contextlib.AbstractContextManager[Any] | None:
-        allocation: contextlib.AbstractContextManager[Any] | None = self._worker.allocation()
-        return allocation
+        return self._worker.allocation()
 
     def register_kv_caches(self, kv_caches: Any) -> None:
         self._worker.register_kv_caches(kv_caches)
@@ -160,10 +155,10 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     def get_kv_connector_stats(self) -> Any:
         # The scheduler's counts go at once, because no later step may come.
-        return self._worker.statistics() if self._worker is not None else self._scheduler.tally.take(at_once=True)
+        return self._worker.statistics() if self._is_worker else self._scheduler.tally.take(at_once=True)
 
     def shutdown(self) -> None:
-        if self._worker is not None:
+        if self._is_worker:
             self._worker.shutdown()
 
 

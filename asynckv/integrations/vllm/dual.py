@@ -153,16 +153,11 @@ def expanded(given: KVTransferConfig) -> KVTransferConfig:
         )
     options = [mapping(f"{WHERE}.{name}", extra.get(name, {})) for name in SECTIONS]
     check_choice(f"{WHERE}.lend_as", extra.get("lend_as", "asynckv"), *SECTIONS)
-    ours = {
-        "kv_connector": AsyncKVConnector.__name__,
-        "kv_connector_module_path": "asynckv.integrations.vllm",
-        "kv_connector_extra_config": options[0],
-    }
-    theirs = {
-        "kv_connector": "NixlConnector",
-        "kv_connector_module_path": None,
-        "kv_connector_extra_config": options[1],
-    }
     common = {f.name: getattr(given, f.name) for f in dataclasses.fields(given) if f.name != "engine_id"}
-    extra = {"connectors": [common | ours, common | theirs]}
+    both = (AsyncKVConnector.__name__, "asynckv.integrations.vllm"), ("NixlConnector", None)
+    connectors = [
+        common | {"kv_connector": name, "kv_connector_module_path": module, "kv_connector_extra_config": own}
+        for (name, module), own in zip(both, options, strict=True)
+    ]
+    extra = {"connectors": connectors}
     return dataclasses.replace(given, kv_connector=MultiConnector.__name__, kv_connector_extra_config=extra)

@@ -14,7 +14,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -25,19 +24,7 @@ from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import ONE_PER_REQUEST, Group, TokenShard
 from asynckv.geometry.pairing import Padding
 from asynckv.integrations.vllm import compat
-from asynckv.integrations.vllm.caches import (
-    Attention,
-    Opaque,
-    Place,
-    States,
-    UnknownStructure,
-    delta_net,
-    is_known,
-    kv_heads,
-    mamba1,
-    mamba2,
-    parts,
-)
+from asynckv.integrations.vllm.caches import Attention, Opaque, Place, is_known, kv_heads, part_of, states
 from asynckv.integrations.vllm.early import check_parallel
 
 if TYPE_CHECKING:
@@ -118,7 +105,7 @@ def place_of(vllm_config: Any) -> Place:
 def check_supported(vllm_config: Any, config: Any) -> None:
     """Raise `ConfigError` for caches that cannot be moved, before they are allocated; it names the option to change."""
     check_parallel(vllm_config.parallel_config, vllm_config.kv_transfer_config.kv_role)
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not compat.tells_of_sleep():
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and not compat.calls("unregister_kv_caches"):
         raise ConfigError(
             f"--enable-sleep-mode: vLLM {compat.version()} does not tell a connector that its memory goes, so "
             f"readers would get other bytes; remove the option, or use vLLM 0.33 or later"
@@ -165,11 +152,11 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
             tensor = _tensor_of(layer, tensors)
             owners.setdefault(identity(tensor), layer)
             what = layer, spec, place, facts
-            kind = _states(*what) if isinstance(spec, compat.MambaSpec) else _attention(*what)
+            kind = _states(*what, tensor, index) if isinstance(spec, compat.MambaSpec) else _attention(*what)
             if shared_by > 1:
                 kind = _shared(layer, spec, kind, tensor, place, facts)
-            ratios.setdefault(_ratio(layer, spec, kind, tensor), layer)
-            made += parts(layer, kind, tensor, index, place)
+            ratios.setdefault(_ratio(layer, spec, tensor), layer)
+            made += kind if isinstance(kind, list) else [part_of(layer, kind, tensor, index, place)]
             if isinstance(kind, Opaque) and not kind.is_replicated:
                 opaque.append(layer)
             if isinstance(kind, Attention) and kind.heads is not None:
@@ -258,9 +245,7 @@ def _attention(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attent
         if shares is None and spec.num_kv_heads == 1:
             shares = facts.num_kv_heads
         held = kv_heads(spec.num_kv_heads, shares, place)
-        if spec.num_heads != spec.num_kv_heads:
-            return Opaque(content=content, num_bytes=num_bytes, is_replicated=False)
-    if isinstance(spec, compat.CircularBufferSpec):
+    if isinstance(spec, compat.CircularBufferSpec) or (held is not None and spec.num_heads != spec.num_kv_heads):
         return Opaque(content=content, num_bytes=num_bytes, is_replicated=held is None)
     return Attention(
         content=content, heads=held, tokens_per_entry=Fraction(spec.tokens_per_state), is_by_token=by_token
@@ -269,24 +254,23 @@ def _attention(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attent
 
 def _shared(layer: str, spec: Any, kind: Any, tensor: Tensor, place: Place, facts: ModelFacts) -> Attention:
     """Return a kind of layer for ranks that share its tokens, or raise `ConfigError` if they cannot be told apart."""
-    if isinstance(kind, Attention):
-        kernel_tokens = tensor.shape[2] * kind.tokens_per_entry
-        if kind.is_by_token or place.interleave % kernel_tokens == 0:
-            return dataclasses.replace(kind, is_shared=True)
-    else:
+    who = f"layer {layer!r} ({facts.backend(layer) or type(spec).__name__})"
+    apart = f"so the tokens of {place.dcp_size} ranks cannot be told apart"
+    if not isinstance(kind, Attention):
         raise ConfigError(
-            f"layer {layer!r} ({facts.backend(layer) or type(spec).__name__}): the structure of its blocks is not "
-            f"known, so the tokens of {place.dcp_size} ranks cannot be told apart; set "
-            f"--decode-context-parallel-size to 1"
+            f"{who}: the structure of its blocks is not known, {apart}; set --decode-context-parallel-size to 1"
         )
-    raise ConfigError(
-        f"layer {layer!r} ({facts.backend(layer) or type(spec).__name__}) keeps an order of its own inside a kernel "
-        f"block of {tensor.shape[2]} entries, so the tokens of {place.dcp_size} ranks cannot be told apart; set "
-        f"--cp-kv-cache-interleave-size (now {place.interleave}) to a block, or --decode-context-parallel-size to 1"
-    )
+    if not kind.is_by_token and place.interleave % (tensor.shape[2] * kind.tokens_per_entry):
+        raise ConfigError(
+            f"{who} keeps an order of its own inside a kernel block of {tensor.shape[2]} entries, {apart}; set "
+            f"--cp-kv-cache-interleave-size (now {place.interleave}) to a block, or --decode-context-parallel-size to 1"
+        )
+    return dataclasses.replace(kind, is_shared=True)
 
 
-def _states(layer: str, spec: Any, place: Place, facts: ModelFacts) -> States | Opaque:
+def _states(
+    layer: str, spec: Any, place: Place, facts: ModelFacts, pages: Tensor, group: int
+) -> list[TensorPart] | Opaque:
     kind = spec.mamba_type.name.lower()
     is_dim_first = facts.is_conv_dim_first
     if is_dim_first is None:
@@ -295,18 +279,9 @@ def _states(layer: str, spec: Any, place: Place, facts: ModelFacts) -> States | 
             f"version of vLLM that asynckv was tested with"
         )
     if len(spec.shapes) == 2 and not spec.tp_replicated:
-        given = spec.shapes, spec.dtypes
-        with contextlib.suppress(UnknownStructure):
-            match kind:
-                case "mamba1":
-                    return mamba1(*given, is_dim_first=is_dim_first, place=place)
-                case "mamba2":
-                    groups = facts.mamba_groups(layer, place)
-                    return mamba2(*given, is_dim_first=is_dim_first, place=place, num_groups=groups)
-                case "gdn_attn":
-                    return delta_net(*given, is_dim_first=is_dim_first, place=place)
-                case _:
-                    pass
+        given = spec.shapes, spec.dtypes, is_dim_first, facts.mamba_groups(layer, place)
+        if (known := states(layer, kind, *given, pages, group, place)) is not None:
+            return known
     dtypes = " ".join(str(dtype).removeprefix("torch.") for dtype in spec.dtypes)
     return Opaque(
         content=f"{kind} {'channels' if is_dim_first else 'columns'} first {dtypes}",
@@ -315,8 +290,8 @@ def _states(layer: str, spec: Any, place: Place, facts: ModelFacts) -> States | 
     )
 
 
-def _ratio(layer: str, spec: Any, kind: Attention | States | Opaque, tensor: Tensor) -> int:
-    if isinstance(kind, States) or isinstance(spec, compat.MambaSpec | compat.CircularBufferSpec):
+def _ratio(layer: str, spec: Any, tensor: Tensor) -> int:
+    if isinstance(spec, compat.MambaSpec | compat.CircularBufferSpec):
         return 1
     entries = spec.num_states
     if tensor.shape[2] < 1 or entries % tensor.shape[2]:
@@ -331,31 +306,29 @@ def _aliases(
     tensors: Mapping[str, Tensor], known: set[str], owners: Mapping[tuple[object, ...], str]
 ) -> dict[str, str]:
     """Return the layers that are in no group, because they use the cache of a layer that is in one."""
-    others = {
-        layer: each for layer, each in tensors.items() if layer not in known and not isinstance(each, list | tuple)
-    }
-    return {layer: owners[at] for layer, each in others.items() if (at := identity(each)) in owners}
+    others = [each for each in tensors.items() if each[0] not in known and not isinstance(each[1], list | tuple)]
+    return {layer: owners[at] for layer, tensor in others if (at := identity(tensor)) in owners}
 
 
+@dataclass(frozen=True, slots=True)
 class Tails:
     """Clears the end of last blocks that a pull did not fill, in models that rely on new blocks being zeroed.
 
     vLLM does not zero blocks that a connector loads. The unfilled end would keep an earlier owner's bytes, and a kernel
     that multiplies them by zero could get a NaN.
 
-    Args:
+    Attributes:
         tensors: By group, the tensors of its layers as `[block, kernel block, head, entry, content]`, and the tokens
             per entry; 0 if entries are in the kernel's own order, because those kernel blocks came whole.
     """
 
-    def __init__(self, tensors: Mapping[int, Sequence[tuple[Tensor, Fraction]]] = MappingProxyType({})) -> None:
-        self._tensors = tensors
+    tensors: Mapping[int, Sequence[tuple[Tensor, Fraction]]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, config: Any, tensors: Mapping[str, Tensor], facts: ModelFacts) -> Tails:
         """Collect the tensors of every group of tokens, if the model relies on zeroed blocks."""
         found: dict[int, list[tuple[Tensor, Fraction]]] = {}
-        if not getattr(config, "needs_kv_cache_zeroing", True):
+        if not compat.zeroes_blocks(config):
             return cls()
         for index, group in enumerate(compat.transfer_groups(config)):
             for layer, spec in compat.layer_specs(group).items():
@@ -372,7 +345,7 @@ class Tails:
     def clear(self, padding: Iterable[Padding]) -> None:
         """Zero the entries of these tokens up to the ends of their blocks, in every layer of their group."""
         for group, block, first, num_tokens in padding:
-            for tensor, each in self._tensors.get(group, ()):
+            for tensor, each in self.tensors.get(group, ()):
                 num_kernel, entries = tensor.shape[1], tensor.shape[3]
                 if each:
                     kernel, within = divmod(math.ceil(first / each), entries)

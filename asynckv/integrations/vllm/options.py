@@ -110,10 +110,10 @@ class Options(EngineConfig):
                 if values.get(name) is not None:
                     section = dict(mapping(f"{WHERE}.{name}", values[name]))
                     refuse_unknown(f"{WHERE}.{name}", section, [f.name for f in fields(kind)])
-                    values[name] = _made(f"{WHERE}.{name}", kind, {**DEFAULTS.get(name, {}), **section})
+                    values[name] = made(f"{WHERE}.{name}", kind, {**DEFAULTS.get(name, {}), **section})
                 elif name in values and kind is hint:
                     raise ConfigError(f"{WHERE}.{name} is None; give an object, or leave it out")
-        options: Options = _made(WHERE, cls, values)
+        options: Options = made(WHERE, cls, values)
         return options
 
     def engine_config(self, engine_id: str, number: int = 0) -> EngineConfig:
@@ -178,7 +178,7 @@ def refuse_unknown(where: str, given: Iterable[str], known: Sequence[str]) -> No
             raise ConfigError(f"{where} has no option {shown(name)}{hint} It takes {', '.join(known)}")
 
 
-def _made(where: str, kind: Any, values: Mapping[str, Any]) -> Any:
+def made(where: str, kind: Any, values: Mapping[str, Any]) -> Any:
     try:
         return kind(**values)
     except ConfigError as exc:

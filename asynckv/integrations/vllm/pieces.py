@@ -63,9 +63,10 @@ class Pieces:
         elif self._unit:
             self._of[request.request_id] = Chunks(request, ticket, hash_tokens_of(request.num_prompt_tokens))
 
-    def end(self, request_id: str) -> bool:
-        """Forget a request, and return True if it has pieces."""
-        return request_id in self._of and self._of.pop(request_id).has_pieces
+    def end(self, request_id: str) -> tuple[int, bool]:
+        """Forget a request; return the tokens per hash of its pieces, and True if there are any."""
+        chunks = self._of.pop(request_id, None)
+        return (0, False) if chunks is None else (chunks.every, chunks.has_pieces)
 
     def stop(self) -> None:
         """Make no pieces any more."""
@@ -77,9 +78,6 @@ class Pieces:
         """Have no reader put KV from before now, perhaps of other weights, together with KV from after it."""
         for chunks in self._of.values():
             chunks.every *= 2  # chains of different hashes agree on nothing
-
-    def every(self, request_id: str) -> int:
-        return self._of[request_id].every if request_id in self._of else 0
 
     def step(self, step: Any, loans: PrefillLedger) -> None:
         """Take back the pieces of preempted requests, note new blocks, and lend what has settled."""

@@ -37,7 +37,7 @@ from asynckv.embed.orders import Order, Reclaim
 from asynckv.errors import AsyncKVError, ConfigError, LocalProtocolError, NoOffer, PullError
 from asynckv.geometry.pairing import common_prefix
 from asynckv.integrations.vllm.chain import MAX_CHAIN, chain_of, hash_tokens_of
-from asynckv.integrations.vllm.compat import copies_blocks, hears_of_workers, num_received, runs_late, zeroes_blocks
+from asynckv.integrations.vllm.compat import calls, copies_blocks, num_received, runs_late, zeroes_blocks
 from asynckv.integrations.vllm.options import WORDS, Options
 from asynckv.integrations.vllm.pieces import Pieces
 from asynckv.integrations.vllm.shape import Blocks, Shape
@@ -45,7 +45,7 @@ from asynckv.observe.tracing import trace_context
 from asynckv.scheduler import PrefillRanks
 
 if TYPE_CHECKING:
-    from asynckv.integrations.vllm.handover import FollowReports, WorkerAddress
+    from asynckv.integrations.vllm.handover import FollowReports, StepOrders, WorkerAddress
 
 PARAMS = "asynckv"  # our key in `kv_transfer_params`; vLLM and routers use others
 TICKET, FOLLOW = "asynckv_ticket", "asynckv_follow"
@@ -90,7 +90,7 @@ class SchedulerHalf:
         self._reads = vllm_config.parallel_config.prefill_context_parallel_size == 1
         self.pulls = DecodeLedger(num_ranks=1)  # vLLM joins its workers' reports
         self.loans: PrefillLedger | None = None  # None until the workers' addresses are known
-        self._failing: list[str] = []
+        self._failing: list[str] = []  # loads that workers must report as failed, without an order
         self._erred: set[str] = set()  # requests that ended with an error while they were loaded
         from asynckv.integrations.vllm.stats import SchedulerTally
 
@@ -99,14 +99,15 @@ class SchedulerHalf:
         self._pool: Any = None
         self._queued: dict[str, Queued] = {}  # by id, the oldest first
         self._following: dict[str, Queued] = {}  # those that follow a ticket, until vLLM asks for them after the offer
-        self._block, self._can_follow = self.shape.largest_block, self._reads and hears_of_workers()
+        # The most tokens by which a prefix cache may end before a prompt does.
+        self._block = max((group.block_size for group in self.shape.groups if not group.is_state), default=0)
+        self._can_follow = self._reads and calls("build_connector_worker_meta")  # by which workers report offers
         self._early: dict[str, Queued] = {}  # those that have a head start, until their loan is offered
         self._offered = set[str]()  # requests that were offered, and have no blocks
         self._tickets: dict[str, str] = {}  # by id, the tickets that unfinished requests have taken
         self._runs_late = runs_late(vllm_config)
         self._pieces = Pieces(self.shape, self._runs_late and zeroes_blocks(kv_cache_config))
         self._reclaimed_at = -math.inf
-        self._reclaims: list[Order] = []
 
     # -- where the workers are ----------------------------------------------------------------------
 
@@ -378,8 +379,7 @@ class SchedulerHalf:
     @property
     def has_orders(self) -> bool:
         return bool(
-            self._reclaims
-            or self._failing
+            self._failing
             or self._erred
             or self.tally.has_total
             or self.pulls.has_orders
@@ -389,30 +389,27 @@ class SchedulerHalf:
     def reset(self) -> None:
         self._pieces.reset()
 
-    def look(self, step: Any) -> None:
-        """Order pieces of prompts that are computed, from what vLLM tells of a step."""
+    def orders(self, step: Any) -> StepOrders:
+        """Return what goes to the workers with a step; pieces of prompts that it computes are ordered first."""
+        from asynckv.integrations.vllm.handover import StepOrders
+
         if self._runs_late and copies_blocks(step):
             self._pieces.stop()
         if self.loans is not None:
             self._pieces.step(step, self.loans)
+        failing, self._failing = self._failing, []
+        return StepOrders(self.take_orders(), failing, self.tally.take_total())
 
     def take_orders(self) -> Sequence[Order]:
         while self._erred:
             self.pulls.cancel(self._erred.pop())
-        if self._queued:
-            self._reclaim(monotonic())
+        reclaims = self._reclaim(monotonic()) if self._queued else []
         for waiting in filter(None, (self._following, self._early)):
             self._end_follows(waiting, monotonic())
-        reclaims, self._reclaims = self._reclaims, []
         lends = () if self.loans is None else self.loans.take_orders()
         return [*lends, *self.pulls.take_orders(), *reclaims]  # pieces end before a pull may fill their blocks
 
-    def take_failing(self) -> Sequence[str]:
-        """Return the loads that workers must report as failed, without an order."""
-        failing, self._failing = self._failing, []
-        return failing
-
-    def _reclaim(self, now: float) -> None:
+    def _reclaim(self, now: float) -> list[Order]:
         """Have workers revoke requests, to make room for the oldest queued one, once it has waited for `grant_s`."""
         oldest = next(iter(self._queued.values()))
         if (
@@ -420,10 +417,11 @@ class SchedulerHalf:
             or now - oldest.since < self.options.lease.grant_s
             or now - self._reclaimed_at < RECLAIM_S
         ):
-            return
-        if (lacking := self.shape.num_blocks(oldest.request.num_tokens) - self._pool.get_num_free_blocks()) > 0:
-            self._reclaimed_at = now
-            self._reclaims.append(Reclaim(lacking))
+            return []
+        if (lacking := self.shape.num_blocks(oldest.request.num_tokens) - self._pool.get_num_free_blocks()) <= 0:
+            return []
+        self._reclaimed_at = now
+        return [Reclaim(lacking)]
 
     def _end_follows(self, waiting: dict[str, Queued], now: float) -> None:
         """Refuse requests that no worker has reported in time, because a sleep or a lost rank may take the report."""
@@ -488,16 +486,15 @@ class SchedulerHalf:
     def finished(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """End a request; return True if its blocks are lent, and the params for the engine that reads them."""
         name = request.request_id
-        self._queued.pop(name, None)
-        self._following.pop(name, None)
-        self._early.pop(name, None)
+        for waiting in (self._queued, self._following, self._early):
+            waiting.pop(name, None)
         self._offered.discard(name)
         fetch, ticket = self.pulls.get(name), self._tickets.pop(name, "")
         if request.status.name == "FINISHED_ERROR" and fetch is not None and fetch.state in (EARLY, State.PULLING):
             self._erred.add(name)  # vLLM ends it before `loaded` reports the failed load
         if name not in self._erred:
             self.pulls.cancel(name)
-        every, has_pieces, given = self._pieces.every(name), self._pieces.end(name), request.kv_transfer_params
+        (every, has_pieces), given = self._pieces.end(name), request.kv_transfer_params
         if not given:
             return False, None
         _reads_no_more(request)
@@ -517,13 +514,28 @@ class SchedulerHalf:
 
     def _lend(self, request: Any, block_ids: Sequence[Sequence[int]], ticket: str, every: int) -> dict[str, Any]:
         lists, num_tokens = self._lists(request, block_ids)
-        params = self._make_params(request, lists, num_tokens, ticket, max(every, hash_tokens_of(num_tokens)))
-        # Routers that were written for NixlConnector count the block ids. asynckv does not read them.
-        blocks = [ids for _, ids in lists]
+        if self.loans is None:
+            raise LocalProtocolError("the workers' addresses are not known")
+        every = max(every, hash_tokens_of(num_tokens))
+        # vLLM may give the last tokens away before the drafter has run, so workers lend behind it (`WorkerHalf`).
+        params = self.loans.lend(
+            request.request_id,
+            lists,
+            num_tokens,
+            written=not self.shape.has_drafts,
+            lease_s=self.options.turn_lease_s if request.max_tokens > 1 else None,
+            hashes=chain_of(request, num_tokens, every),
+            hash_tokens=every,
+            trace=_headers(request),
+            ticket=ticket,
+        )
+        if self.shape.has_drafts:
+            self.loans.mark_written(request.request_id)
         return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_block_ids": blocks,
+            READS: True,
+            LENDS: False,
+            # Routers that were written for NixlConnector count the block ids. asynckv does not read them.
+            "remote_block_ids": [ids for _, ids in lists],
             **NOT_FOR_NIXL,
             "remote_request_id": request.request_id,
             PARAMS: params,
@@ -532,7 +544,7 @@ class SchedulerHalf:
 
     def _lists(self, request: Any, block_ids: Sequence[Sequence[int]]) -> tuple[Blocks, int]:
         num_tokens = num_received(request)
-        if self.shape.has_states:
+        if any(group.is_state for group in self.shape.groups):
             # A state is valid only after its own token.
             is_guessed = self.shape.has_drafts and request.num_output_tokens > 1
             if is_guessed or num_tokens != request.num_computed_tokens:
@@ -541,26 +553,6 @@ class SchedulerHalf:
         if lists is None:
             raise LocalProtocolError("its blocks or its state are gone")
         return lists, num_tokens
-
-    def _make_params(self, request: Any, lists: Blocks, num_tokens: int, ticket: str, every: int) -> dict[str, Any]:
-        if self.loans is None:
-            raise LocalProtocolError("the workers' addresses are not known")
-        lease_s = self.options.turn_lease_s if request.max_tokens > 1 else None
-        # vLLM may give the last tokens away before the drafter has run, so workers lend behind it (`WorkerHalf`).
-        params = self.loans.lend(
-            request.request_id,
-            lists,
-            num_tokens,
-            written=not self.shape.has_drafts,
-            lease_s=lease_s,
-            hashes=chain_of(request, num_tokens, every),
-            hash_tokens=every,
-            trace=_headers(request),
-            ticket=ticket,
-        )
-        if self.shape.has_drafts:
-            self.loans.mark_written(request.request_id)
-        return params
 
 
 def _headers(request: Any) -> Mapping[str, str]:
@@ -582,5 +574,5 @@ def _needs_all(request: Any) -> bool:
 
 def _reads_no_more(request: Any) -> None:
     """Clear `do_remote_prefill`, so that a request is not read again, above all after it was preempted."""
-    if request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"):
-        request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
+    if request.kv_transfer_params and request.kv_transfer_params.get(READS):
+        request.kv_transfer_params = {**request.kv_transfer_params, READS: False}

@@ -35,15 +35,6 @@ class Shape:
     has_drafts: bool = False  # states of all guesses are kept, and only workers know the valid one
     num_token_shards: int = 1  # ranks that share the tokens of blocks
 
-    @property
-    def has_states(self) -> bool:
-        return any(group.is_state for group in self.groups)
-
-    @property
-    def largest_block(self) -> int:
-        """Return the tokens of the largest block: the most by which a prefix cache may end before a prompt does."""
-        return max((group.block_size for group in self.groups if not group.is_state), default=0)
-
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Shape:
         groups, shards, dcp_size = [], 1, vllm_config.parallel_config.decode_context_parallel_size

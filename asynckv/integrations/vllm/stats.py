@@ -8,7 +8,7 @@ from the data alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -151,19 +151,9 @@ class SchedulerTally(Tally):
         return msgspec.structs.replace(self._total, computed_locally=self._total.computed_locally.copy())
 
 
-_COUNTERS: dict[str, tuple[str, str, str, Iterable[str]]] = {
-    "failed": ("failed_pulls", "cause", "Requests with a failed read, by cause.", ()),
-    "computed_locally": (
-        *("computed_locally", "cause", "Prompts that were computed instead of a transfer, by cause."),
-        WORDS["computed_locally"],
-    ),
-    "leases": ("ended_leases", "cause", "Leases that have ended, by cause.", ()),
-    "prompts": (
-        *("prompts", "params", "Prompts with and without params of a prefill engine; those to be lent do not count."),
-        ("with_params", "without_params"),
-    ),
-}
-"""Counters by their place in the data: name, last label, help text, and values of the label that are shown from 0."""
+_COUNTERS: Mapping[str, tuple[str, str, str]] = WORDS["counters"]
+_FROM_ZERO = {"computed_locally": WORDS["computed_locally"], "prompts": ("with_params", "without_params")}
+"""Values of the last label that are shown from 0 on, because Prometheus would not see their first increase."""
 
 _SAMPLES = ("duration_s", "bytes", "descriptors")
 _PHASES = frozenset({"handshake", "queue", "plan", "read", "confirm"})  # the consecutive phases of a pull
@@ -194,12 +184,12 @@ class AsyncKVPromMetrics(KVConnectorPromMetrics):
             ),
         }
         self._counters = {}
-        for kind, (name, label, documentation, from_zero) in _COUNTERS.items():
+        for kind, (name, label, documentation) in _COUNTERS.items():
             counter = self._counters[kind] = self._counter_cls(
                 name=f"vllm:asynckv_{name}", documentation=documentation, labelnames=[*labelnames, label]
             )
             for values in per_engine_labelvalues.values():
-                for cause in from_zero:  # otherwise Prometheus would not see the first increase
+                for cause in _FROM_ZERO.get(kind, ()):
                     counter.labels(*values, cause)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:

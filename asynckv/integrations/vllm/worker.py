@@ -83,13 +83,11 @@ class WorkerHalf:
         facts, place = ModelFacts.of(self._vllm_config), place_of(self._vllm_config)
         registration = register(self._kv_cache_config, kv_caches, place, facts)
         self._tails = Tails.of(self._kv_cache_config, kv_caches, facts)
+        self.unregister_kv_caches()  # vLLM may have allocated the memory anew, as after an elastic change of size
+        self._registration = registration
         if self._thread is not None:
-            # vLLM has allocated the memory anew, as after an elastic change of size.
-            self.unregister_kv_caches()
-            self._registration = registration
             self.restore_kv_caches()
             return
-        self._registration = registration
         if self._vllm_config.speculative_config is not None and registration.layout.memories[0].kind == "cuda":
             self._line = ThreadPoolExecutor(1, "asynckv-behind")
         with unpinned():
@@ -200,9 +198,7 @@ class WorkerHalf:
                 f"started again"
             )
         more: list[Order] = []
-        self._reports.offered += finished.offered
-        self._reports.not_offered += finished.not_offered
-        self._reports.followed += finished.followed
+        self._reports = self._reports.aggregate(finished)  # which has the same lists
         for end in finished.finished_sending:
             self._tally.lease(end.cause)
             self._sent(end.request_id, results)
@@ -282,19 +278,12 @@ def _request_id(order: Lend) -> str:
 def unpinned() -> Iterator[None]:
     """Let threads that are started in this context run on all cores, though vLLM pins this thread to one."""
     mine = os.sched_getaffinity(0)
-    if len(mine) > 1:
+    with contextlib.ExitStack() as undo:
+        if len(mine) == 1:
+            with contextlib.suppress(OSError):  # a container may forbid it; the engine's thread then shares the core
+                os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()) | mine)
+                undo.callback(os.sched_setaffinity, 0, mine)
         yield
-        return
-    try:
-        os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()) | mine)
-    except OSError:
-        # A container may forbid it; the engine's thread then shares the core.
-        yield
-        return
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, mine)
 
 
 def use_vllm_logging() -> None:

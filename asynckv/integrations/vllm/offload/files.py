@@ -18,9 +18,10 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.integrations.vllm.compat import OffloadingConfig
 from asynckv.offload.keys import StoredGroup
-from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, StoredRecord
+from asynckv.ports import CopyOp, CopyPlane, Record, RecordNews, RecordPlane, StoredRecord
 
 log = logging.getLogger("vllm.asynckv")
+JOIN_S = 1.0  # for a thread to end when its loop has stopped
 START_S = 600.0  # the start takes disk space, which takes long if the file system writes zeros
 
 
@@ -50,10 +51,25 @@ class LoopThread:
     def call(self, function: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
         return asyncio.run_coroutine_threadsafe(function(), self.loop).result(timeout_s)
 
-    def close(self, timeout_s: float) -> None:
+    def end(self, plane: CopyPlane | RecordPlane, timeout_s: float) -> Exception | None:
+        """End a plane, and the thread; return the cause if something may still touch the plane's memory."""
+
+        async def end() -> None:
+            await plane.quiesce()
+            plane.close()
+
+        try:
+            self.call(end, timeout_s)
+        except (BackendError, TimeoutError) as exc:
+            return exc
+        finally:
+            self.close()
+        return None
+
+    def close(self) -> None:
         self.is_closed = True
         self.soon(self.loop.stop)
-        self._thread.join(timeout_s)
+        self._thread.join(JOIN_S)
 
 
 class Files:
@@ -75,7 +91,7 @@ class Files:
         try:
             return self._thread.call(start, START_S)
         except BaseException as exc:
-            self._thread.close(1.0)
+            self._thread.close()
             if isinstance(exc, TimeoutError):
                 raise BackendError(
                     f"the files were not open after {START_S:g} s: the disk hangs or is too slow; check it, "
@@ -104,20 +120,7 @@ class Files:
 
     def close(self, timeout_s: float) -> bool:
         """Finish running moves, write the index and end the thread; return False if the memory may still be written."""
-        if self._thread.is_closed:
-            return True
-
-        async def stop() -> None:
-            await self._plane.quiesce()
-            self._plane.close()
-
-        try:
-            self._thread.call(stop, timeout_s)
-        except (BackendError, TimeoutError):
-            return False
-        finally:
-            self._thread.close(1.0)
-        return True
+        return self._thread.is_closed or self._thread.end(self._plane, timeout_s) is None
 
 
 def folder_of(directory: str | os.PathLike[str], config: OffloadingConfig, groups: Sequence[StoredGroup]) -> Path:

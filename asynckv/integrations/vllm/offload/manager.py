@@ -46,6 +46,7 @@ from asynckv.integrations.vllm.compat import (
 from asynckv.integrations.vllm.offload.files import Files, folder_of, tell_of_start
 from asynckv.integrations.vllm.offload.region import Region, Shape, path_of
 from asynckv.integrations.vllm.offload.seen import OpenMoves, Seen
+from asynckv.integrations.vllm.options import WORDS
 from asynckv.offload.catalogue import Catalogue
 from asynckv.offload.entry import EntryState
 from asynckv.offload.job import JobEnded, JobOutcome, Move, MoveKind
@@ -58,22 +59,7 @@ CLOSE_S = 3.0
 FULL_S = 60.0
 READY = EntryState.READY
 
-COUNTED = {
-    "stored_blocks": "Blocks that workers have copied to host memory.",
-    "asked_blocks": "Questions of vLLM's scheduler for a block, whether or not it was found.",
-    "loaded_blocks": "Blocks that workers have copied from host memory.",
-    "fetched_blocks": "Blocks that were brought from files to host memory.",
-    "written_back_blocks": "Blocks that were copied from host memory to files.",
-    "unfetched_blocks": "Blocks in files that could not be brought, and were misses.",
-    "refused_blocks": "Blocks for which there was no room in host memory, so that they were not stored.",
-}
-"""Counters and their help texts. A block is one chunk of vLLM's, of one group, on all ranks."""
-GAUGES = {
-    "host_blocks": "Blocks in host memory.",
-    "file_blocks": "Blocks in files.",
-    "to_write_back": "Blocks that are to be copied to files.",
-    "pins": "Lists of blocks that are kept in host memory for a request.",
-}
+COUNTED, GAUGES = WORDS["offload"]["counters"], WORDS["offload"]["gauges"]
 PREFIX = "asynckv:kv_offload_"
 
 
@@ -182,9 +168,8 @@ class Manager(OffloadingManager):
         kept, request = self.catalogue.file.index[place].get(hash_), self._request(req_context)
         if kept is None or kept.state is not READY or key in request.refused:
             return LookupResult.MISS
-        if key in request.coming:
-            return LookupResult.HIT_PENDING
-        self._wanted.setdefault(request, {})[key] = None
+        if key not in request.coming:
+            self._wanted.setdefault(request, {})[key] = None
         return LookupResult.HIT_PENDING
 
     def _request(self, context: ReqContext) -> _Request:
@@ -363,9 +348,6 @@ class Manager(OffloadingManager):
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self._seen.take()
-
-    def statistics(self) -> dict[str, int]:
-        return {**self.catalogue.statistics(), **self.counts}
 
     def get_stats(self) -> OffloadingConnectorStats:
         stats = OffloadingConnectorStats()

@@ -7,7 +7,7 @@ from typing import Any
 
 from asynckv.config import OffloadConfig
 from asynckv.errors import ConfigError
-from asynckv.integrations.vllm.options import WHERE, WORDS, refuse_unknown
+from asynckv.integrations.vllm.options import WHERE, WORDS, made, refuse_unknown
 
 OURS = ("host_bytes", "directory", "file_bytes", "policy", "timeout_s", "model")
 """Fields of `OffloadConfig` that mean the same here."""
@@ -31,7 +31,5 @@ def parse(given: Mapping[str, Any], model: str, hash_tokens: int) -> OffloadConf
     if "host_bytes" not in given:
         raise ConfigError(f"{WHERE} lacks host_bytes: the host memory for blocks of all ranks together")
     values = {name: given[name] for name in OURS if name in given}
-    try:
-        return OffloadConfig(**{"model": model, **values, "hash_tokens": hash_tokens})
-    except ConfigError as exc:
-        raise ConfigError(f"{WHERE}: {exc}") from exc
+    config: OffloadConfig = made(WHERE, OffloadConfig, {"model": model, **values, "hash_tokens": hash_tokens})
+    return config

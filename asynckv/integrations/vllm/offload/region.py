@@ -66,7 +66,7 @@ class Region:
             os.close(self._fd)
             if isinstance(exc, AsyncKVError):
                 raise
-            self.unlink()
+            self.path.unlink(missing_ok=True)
             raise BackendError(
                 f"{num_bytes} bytes of host memory cannot be had in {FOLDER} ({exc}): {shm_use(FOLDER)}; lower "
                 f"host_bytes, or give the container more shared memory (docker run --shm-size), or remove files that "
@@ -120,9 +120,6 @@ class Region:
 
     def pin(self, device: int) -> None:
         self._pinned = Pinned(self.memory.base, self.num_bytes, device)
-
-    def unlink(self) -> None:
-        self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Give the memory back. Idempotent. Nothing may read or write it any more."""

@@ -16,7 +16,7 @@ class Seen:
 
     def __init__(self, host: Tier, is_known: Callable[[OffloadKey], bool], has_events: bool) -> None:
         self._host, self._is_known = host, is_known
-        self._events: list[OffloadingEvent] | None = [] if has_events else None
+        self._has_events, self._events = has_events, list[OffloadingEvent]()
         self._at: dict[int, OffloadKey] = {}
         self.evicted: list[OffloadKey] = []  # since the caller cleared it
 
@@ -41,15 +41,13 @@ class Seen:
         self._tell(gone, removed=True)
 
     def _tell(self, keys: list[OffloadKey], removed: bool) -> None:
-        if keys and self._events is not None:
+        if keys and self._has_events:
             self._events.append(OffloadingEvent(keys, Medium.CPU, removed=removed))
 
     def clear(self) -> None:
         self._at.clear()
 
     def take(self) -> list[OffloadingEvent]:
-        if self._events is None:
-            return []
         events, self._events = self._events, []
         return events
 

@@ -20,6 +20,7 @@ from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec.structs import replace
 
 from asynckv.core.events import Ending
 from asynckv.core.types import TransferId
@@ -71,15 +72,16 @@ class Worker(compat.OffloadingWorker):
     ) -> None:
         self._shape, self._rank, self._region, self._max = shape, rank, region, max_post_bytes
         self._layout = device_layout(caches)
-        for size, group in zip(record_sizes(record_form(self._layout)), self._layout.groups, strict=True):
+        form = record_form(self._layout)
+        for size, group in zip(record_sizes(form), self._layout.groups, strict=True):
             if size.stride > shape.block_bytes:
                 raise ConfigError(
                     f"a block of {group.name} has {size.num_bytes} bytes on rank {rank}, but vLLM's configuration "
                     f"allows {shape.block_bytes}: ranks with different numbers of layers cannot be offloaded; use a "
                     f"pipeline-parallel size that divides the number of layers"
                 )
-        form = record_form(self._layout, strides=[shape.block_bytes] * len(self._layout.groups))
-        self._far = placed(form, region.memory.base, region.num_bytes)
+        views = tuple(replace(view, stride=shape.block_bytes) for view in form.views)  # slots of one size on all ranks
+        self._far = placed(replace(form, views=views), region.memory.base, region.num_bytes)
         (self._tables,) = kept_tables(self._layout, [self._far], itertools.count(1))
         device = next((memory.device for memory in self._layout.memories if memory.kind == "cuda"), None)
         self._is_cuda = device is not None
@@ -100,7 +102,7 @@ class Worker(compat.OffloadingWorker):
         try:
             self._thread.call(self._start, WAIT_S)
         except BaseException:
-            self._thread.close(CLOSE_S)
+            self._thread.close()
             raise
 
     async def _start(self) -> None:
@@ -118,11 +120,9 @@ class Worker(compat.OffloadingWorker):
         assert isinstance(slots, compat.CPULoadStoreSpec)
         assert self._tables is not None
         plan = plan_copies(self._tables, self._pairs(device, slots))
-        event = None
-        if self._is_cuda:
-            # NIXL ignores streams. Earlier work of this stream writes the stored blocks, or zeroes the loaded ones, so
-            # the copy waits for it.
-            event = stream_event()
+        # NIXL ignores streams. Earlier work of this stream writes the stored blocks, or zeroes the loaded ones, so the
+        # copy waits for it.
+        event = stream_event() if self._is_cuda else None
         with self._changed:
             self._jobs[job_id] = _Job(op, plan.num_bytes, time.monotonic())
         self._thread.soon(lambda: asyncio.ensure_future(self._post(job_id, op, plan, event)))
@@ -227,18 +227,11 @@ class Worker(compat.OffloadingWorker):
         """Post nothing more, end the thread, and return the memory, within a few seconds. Idempotent."""
         if self._thread.is_closed:
             return
-        self._region.unlink()
-        try:
-            self._thread.call(self._stop, CLOSE_S)
-        except (BackendError, TimeoutError) as exc:
-            log.error("a copy is still under way, so the host memory is kept: %s", exc)
-        else:
+        self._region.path.unlink(missing_ok=True)
+        if (cause := self._thread.end(self._copies, CLOSE_S)) is None:
             self._region.close()
-        self._thread.close(1.0)
-
-    async def _stop(self) -> None:
-        await self._copies.quiesce()
-        self._copies.close()
+        else:
+            log.error("a copy is still under way, so the host memory is kept: %s", cause)
 
 
 def device_layout(caches: compat.CanonicalKVCaches) -> Layout:
