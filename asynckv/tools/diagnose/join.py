@@ -250,7 +250,7 @@ class LoggedLease:
         for record in self.granted:
             claim(record.text("reader"), record.text("pull_id"), max(record.number("after_s"), 0.0))
         for record in self.held:
-            for name, said in _objects(record.fields.get("claims")):
+            for name, said in record.objects("claims").items():
                 claimed_s, heard_s = number(said.get("claimed_s")), number(said.get("heard_s"))
                 # Beside `claimed_s` it counts from when it was lent, as where a lease ends; alone it is an age.
                 if math.isnan(claimed_s):
@@ -261,7 +261,7 @@ class LoggedLease:
                 if isinstance(note, GrantedTo):
                     is_known = note.reader in out and out[note.reader].pull_id == note.pull_id
                     claim(note.reader, note.pull_id, at_s, math.nan if is_known else at_s)
-            for name, said in _objects(self.ended.fields.get("claims")):
+            for name, said in self.ended.objects("claims").items():
                 claim(name, said.get("pull_id") or "", number(said.get("claimed_s")), number(said.get("heard_s")))
         return out
 
@@ -283,13 +283,6 @@ class LoggedLease:
     @property
     def pull_ids(self) -> frozenset[str]:
         return frozenset(x.pull_id for x in self.claims.values() if x.pull_id)
-
-
-def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if isinstance(inner, dict):
-                yield str(name), inner
 
 
 def note_of(said: object) -> str | Note | None:

@@ -114,6 +114,10 @@ class Record:
         value = self.fields.get(name)
         return value if isinstance(value, dict) else {}
 
+    def objects(self, name: str) -> Mapping[str, Mapping[str, Any]]:
+        """Return a field that is an object of objects, without other values."""
+        return {key: x for key, x in self.mapping(name).items() if isinstance(x, dict)}
+
 
 def number(value: object, default: float = math.nan) -> float:
     """Return a value if it is a finite number within `MOST`."""

@@ -42,7 +42,7 @@ class Stall:
 def stalls(process: Process, since: float = -math.inf, until: float = math.inf) -> Iterator[Stall]:
     """Yield a process's known times without a step, by its signs of life from one moment to the first after another."""
     for record in process.since(told.EngineAlive, since):
-        said = {what: x for what, x in record.mapping("waits_for_step").items() if isinstance(x, dict)}
+        said = record.objects("waits_for_step")
         waits = {what: number(said[what].get("seconds"), 0.0) for what in LEAST_S if what in said}
         is_seen = record.fields.get("step_s") is not None
         least = LEAST_S if is_seen else LEAST_S | {"claim": UNSEEN_S}
