@@ -134,9 +134,7 @@ class Process:
 
     def of(self, *events: type[told.Told]) -> Iterator[Record]:
         """Yield its lines about itself and its peers; for several events, one after the other."""
-        if not self._by_event:
-            for record in self.records:
-                self._by_event.setdefault(record.event, []).append(record)
+        self._by_event = self._by_event or grouped((x.event, x) for x in self.records)
         return itertools.chain.from_iterable(self._by_event.get(x.event, ()) for x in events)
 
     def since(self, event: type[told.Told], at: float) -> Iterator[Record]:
