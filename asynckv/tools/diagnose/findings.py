@@ -28,7 +28,7 @@ from asynckv.tools.diagnose.leaks_values import Leak, listed, some
 from asynckv.tools.diagnose.pauses import Pause, longest, pauses
 from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record, integer
-from asynckv.tools.diagnose.stalls import last_stall, longest_stall
+from asynckv.tools.diagnose.stalls import last_stall, stalls
 from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
 
 NOT_JUDGED = "Nothing wrong was found, but not all could be judged"
@@ -244,7 +244,7 @@ def _stalled(
         rank = process.rank
         mine = [x for x in failed if x.verdict.cause is STUCK and x.verdict.names["by"] == rank]
         now = None if seen.presence.fate(process).is_over else last_stall(process)
-        worst = longest_stall(process)
+        worst = max(stalls(process), key=lambda x: x.seconds, default=None)
         late = [x for x in seen.late if _is_step_of(x, rank)] if worst is not None else []
         if not (now or mine or late):
             continue

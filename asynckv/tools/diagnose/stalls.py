@@ -69,7 +69,3 @@ def last_stall(process: Process) -> Stall | None:
     """Return the time without a step that had not ended at the last sign of life."""
     last = max((x.at for x in process.of(told.EngineAlive)), default=0.0)
     return next((x for x in stalls(process) if x.until == last and x.seconds >= LEAST_NOW_S), None)
-
-
-def longest_stall(process: Process) -> Stall | None:
-    return max(stalls(process), key=lambda x: x.seconds, default=None)
