@@ -152,7 +152,8 @@ class Presence:
             self._heard[process.incarnation] = max(known, self.when(other, at)[0])
 
     def _fate(self, process: Process) -> Fate:
-        (low, high), ends = self.when(process, process.last_at), f"its log ends at {self._last_line(process)}"
+        low, high = self.when(process, process.last_at)
+        ends = f"its log ends at {self._shown(process, process.last_at)}"
         end = _End(low, high, ends, f"{ends} without a goodbye")
         if not process.num_records:
             end = _End(-math.inf, high, none := "there is no log of it", none)
@@ -194,14 +195,11 @@ class Presence:
 
     def _by_silence(self, process: Process, end: _End) -> Fate:
         if not process.says_info:
-            return end.silent(f"its log has warnings only, the last of {self._last_line(process)}")
+            return end.silent(f"its log has warnings only, the last of {self._shown(process, process.last_at)}")
         if self._is_overdue(process):
             why = f"{end.silently}, and a living engine writes a line every {in_seconds(lease_of(process) / 2)} s"
             return Fate("died", why, end.low, end.high + lease_of(process), False)
         return end.silent(f"{end.silently}; it may live and have nothing to say")
-
-    def _last_line(self, process: Process) -> str:
-        return self._shown(process, process.last_at)
 
     def _replaced_at(self, process: Process) -> float:
         """Return when the next start of its rank shows that a process has ended; infinity if none does."""
