@@ -13,7 +13,7 @@ import pytest
 
 from asynckv.account.values import Account, Facts
 from asynckv.tools.diagnose.ask import Answer, Trouble
-from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.causes import HEADING
 from asynckv.tools.diagnose.findings import Findings, Seen, find
 from asynckv.tools.diagnose.join import join
@@ -66,7 +66,7 @@ def well() -> list[Record]:
 def screen(records: list[Record]) -> tuple[Findings, str]:
     logs = Logs(sorted(records, key=lambda x: x.at))
     joined = join(logs)
-    presence = Presence(axis := make_axis(joined))
+    presence = Presence(axis := Axis(joined))
     seen = Seen(logs, presence, ground(presence), find_leaks(joined))
     found = find(seen)
     return found, make(seen, found, ["test.log"], stories(axis))
@@ -142,7 +142,7 @@ def test_what_a_decode_engine_refused_by_itself_did_arrive() -> None:
         service = join(records)
         [request] = find_requests(service, "d-x")
         assert find_requests(service, "x") == [request]
-        [story] = stories(make_axis(service), [[request]])
+        [story] = stories(Axis(service), [[request]])
         assert (story.pull, story.others) == ("refused", ("d-x",))
         assert "refused at once: PlanRefused: block 999 is not in 0 ... 31" in [x.text for x in story.marks]
 
@@ -277,7 +277,7 @@ def test_a_socket_that_is_younger_than_the_engine_that_answers_is_of_another_one
     ]  # fmt: skip
     service = join(list(records_of(answers, 200.0)))
     tell(service, answers, 200.0)
-    presence = Presence(make_axis(service))
+    presence = Presence(Axis(service))
     found = find(Seen(Logs(), presence, ground(presence), find_leaks(service), answers=answers))
     assert [x.code for x in found.wrong] == ["no_answer"] * is_dead
 
@@ -352,7 +352,7 @@ def test_a_process_without_a_processor_is_told_so(waited: dict[str, float], says
 
 def test_a_red_request_has_its_cause_on_the_page(tmp_path: Path) -> None:
     joined = join(read_logs([service().write(tmp_path)]))
-    presence, leaks = Presence(axis := make_axis(joined)), find_leaks(joined)
+    presence, leaks = Presence(axis := Axis(joined)), find_leaks(joined)
     seen = Seen(Logs(), presence, ground(presence), leaks)
     requests = page_data(make(seen, Findings(late=leaks), ["x"], stories(axis)))["requests"]
     [late] = [x for x in requests if x["request_id"] == "chat-20"]

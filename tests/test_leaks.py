@@ -29,7 +29,7 @@ from asynckv.tools import cli
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose import why_text
 from asynckv.tools.diagnose.ask import Answer, Trouble
-from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, SAID, WHY, OwnerView, remedy_of
 from asynckv.tools.diagnose.findings import Seen, find
 from asynckv.tools.diagnose.join import join
@@ -657,7 +657,7 @@ def test_files_in_the_wrong_order_are_no_clock_that_was_put_back() -> None:
 
 
 def failed(records: list[Record]) -> list[Failure]:
-    return failures(Presence(make_axis(join(records))))
+    return failures(Presence(Axis(join(records))))
 
 
 BLOCKED = [
@@ -1060,7 +1060,7 @@ def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
 def seen_of(records: list[Record], logs: Logs | None = None) -> Seen:
     """All that is known of some records."""
     service = join(records)
-    presence = Presence(make_axis(service))
+    presence = Presence(Axis(service))
     return Seen(logs or Logs(records), presence, ground(presence), find_leaks(service, presence))
 
 
@@ -1310,7 +1310,7 @@ def test_a_process_that_is_there_has_not_died_but_may_hang() -> None:
     def judged(is_there: bool) -> tuple[CAUSE, list[str], list[str]]:
         service = join(records)
         service.processes[D].is_here = is_there
-        presence = Presence(make_axis(service))
+        presence = Presence(Axis(service))
         found = find(Seen(Logs(), presence, ground(presence), find_leaks(service)))
         [late] = found.late
         return late.cause, [x.code for x in found.wrong], [x.code for x in found.limits]

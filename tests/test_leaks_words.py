@@ -13,7 +13,7 @@ import pytest
 
 from asynckv import told
 from asynckv.core.types import How
-from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.causes import CAUSE
 from asynckv.tools.diagnose.findings import Seen, find
 from asynckv.tools.diagnose.join import join
@@ -74,7 +74,7 @@ def reworded(record: Record) -> Record:
 
 def concluded(records: list[Record]) -> list[Any]:
     """All that is concluded from some records, without its words."""
-    presence = Presence(make_axis(join(records)))
+    presence = Presence(Axis(join(records)))
     leaks = find_leaks(presence.service, presence)
     found = find(Seen(Logs(records), presence, ground(presence), leaks))
     return [

@@ -14,7 +14,7 @@ from asynckv.account.inspect import RankStatus, RequestStatus
 from asynckv.account.values import Account, Facts
 from asynckv.told import StepWait
 from asynckv.tools.diagnose.ask import Answer
-from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.causes import HEADING
 from asynckv.tools.diagnose.findings import Finding, Seen, find
 from asynckv.tools.diagnose.join import join
@@ -46,7 +46,7 @@ RUNNING = [begun(P), begun(D), *met(), *asked_before()]
 def wrong(records: Sequence[Record], answers: Sequence[Answer] = ()) -> list[Finding]:
     logs = Logs(sorted([*records, *records_of(answers, 1e9 + 60.0)], key=lambda x: x.at))
     service = join(logs)
-    presence = Presence(make_axis(service))
+    presence = Presence(Axis(service))
     seen = Seen(logs, presence, ground(presence), find_leaks(service, presence), answers=answers)
     return list(find(seen).wrong)
 

@@ -128,15 +128,15 @@ def _of_lease(lease: LoggedLease, pulls: Iterable[LoggedPull]) -> Iterator[Pair]
 
 
 class Axis:
-    """All times of a service, by one clock of each group."""
+    """All times of a service, by one clock of each group; the service's own exchanges count if none are given."""
 
-    def __init__(self, service: Service, pairs: Iterable[Pair]) -> None:
+    def __init__(self, service: Service, pairs: Iterable[Pair] | None = None) -> None:
         self.service = service
         self.references: list[Process] = []  # the process with the reference clock of each group
         self.conflicts: list[tuple[str, str, float]] = []  # two clocks with contradicting exchanges; seconds
         self._offsets: dict[str, Offset] = {}
         ahead: dict[str, dict[str, float]] = defaultdict(dict)  # how far the second clock is ahead of the first at most
-        for pair in pairs:
+        for pair in exchanges(service) if pairs is None else pairs:
             found, effect = ahead[pair.cause.clock], pair.effect.clock
             found[effect] = min(pair.effect_at - pair.cause_at, found.get(effect, math.inf))
         for one, other in ((x, y) for x in list(ahead) for y in ahead[x] if x <= y):
@@ -245,7 +245,3 @@ def shown_seconds(seconds: float) -> str:
             value = seconds * scale
             return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value)) + 1e-9))}f} {unit}"
     return f"{seconds * 1e6:.0f} µs"
-
-
-def make_axis(service: Service) -> Axis:
-    return Axis(service, exchanges(service))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.causes import OwnerView, ReaderView
 from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Service
 from asynckv.tools.diagnose.leaks_between import has_read, is_forgotten, spoken_of
@@ -31,7 +31,7 @@ def find_leaks(
         presence: The fates of its processes; if left out, they are judged by what is in the service.
         of: Of these requests only.
     """
-    known = presence or Presence(make_axis(service))
+    known = presence or Presence(Axis(service))
     leaks = [leak for request in (service.requests if of is None else of) for leak in _of_request(known, request)]
     return sorted(leaks, key=lambda x: (math.isnan(x.since), x.since if not math.isnan(x.since) else 0.0))
 

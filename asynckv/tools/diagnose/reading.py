@@ -20,7 +20,7 @@ from asynckv.config import KeysConfig
 from asynckv.errors import ConfigError
 from asynckv.tools.diagnose import leaks_copies, leaks_live
 from asynckv.tools.diagnose.ask import Answer, ask_all, targets
-from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.findings import Seen
 from asynckv.tools.diagnose.join import LoggedRequest, join
 from asynckv.tools.diagnose.leaks import find_leaks
@@ -98,7 +98,7 @@ class Looking:
         leaks_live.settle(service, answers, self._logs.records)
         leaks_live.tell(service, answers, now)
         leaks_live.look_here(service)
-        presence = Presence(axis := make_axis(service))
+        presence = Presence(axis := Axis(service))
         wanted = None
         if self._request is not None:
             wanted = find_requests(service, self._request, leaks_copies.called(service))
