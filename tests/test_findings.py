@@ -67,7 +67,7 @@ def screen(records: list[Record]) -> tuple[Findings, str]:
     logs = Logs(sorted(records, key=lambda x: x.at))
     joined = join(logs)
     presence = Presence(axis := Axis(joined))
-    seen = Seen(logs, presence, ground(presence), find_leaks(joined))
+    seen = Seen(logs, presence, ground(presence), find_leaks(presence))
     found = find(seen)
     return found, make(seen, found, ["test.log"], stories(axis))
 
@@ -278,7 +278,7 @@ def test_a_socket_that_is_younger_than_the_engine_that_answers_is_of_another_one
     service = join(list(records_of(answers, 200.0)))
     tell(service, answers, 200.0)
     presence = Presence(Axis(service))
-    found = find(Seen(Logs(), presence, ground(presence), find_leaks(service), answers=answers))
+    found = find(Seen(Logs(), presence, ground(presence), find_leaks(presence), answers=answers))
     assert [x.code for x in found.wrong] == ["no_answer"] * is_dead
 
 
@@ -352,7 +352,8 @@ def test_a_process_without_a_processor_is_told_so(waited: dict[str, float], says
 
 def test_a_red_request_has_its_cause_on_the_page(tmp_path: Path) -> None:
     joined = join(read_logs([service().write(tmp_path)]))
-    presence, leaks = Presence(axis := Axis(joined)), find_leaks(joined)
+    presence = Presence(axis := Axis(joined))
+    leaks = find_leaks(presence)
     seen = Seen(Logs(), presence, ground(presence), leaks)
     requests = page_data(make(seen, Findings(late=leaks), ["x"], stories(axis)))["requests"]
     [late] = [x for x in requests if x["request_id"] == "chat-20"]

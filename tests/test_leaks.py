@@ -389,7 +389,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
 
 
 def found(records: list[Record]) -> list[Leak]:
-    return find_leaks(join(records))
+    return find_leaks(Presence(Axis(join(records))))
 
 
 def of_decode(records: list[Record]) -> list[Record]:
@@ -457,7 +457,7 @@ def test_every_cell_of_the_table_has_its_cause_and_its_evidence() -> None:
     leaks = [leak for records in (*CELLS, *(x for _, x in CASES.values())) for leak in found(records)]
     hangs = join([*RUNNING, expired(), say(500, "of_later")])
     hangs.processes[D].hangs = True
-    leaks += find_leaks(hangs)
+    leaks += find_leaks(Presence(Axis(hangs)))
     for leak in leaks:
         owner, reader = leak.cell
         assert leak.cause is WHY[owner][reader]
@@ -653,7 +653,7 @@ def test_files_in_the_wrong_order_are_no_clock_that_was_put_back() -> None:
     for order in (records[::-1], [*records[5:], *records[:5]]):
         service = join(in_order(order))
         assert not any(x.put_back for x in service.processes.values())
-        assert [x.cause for x in find_leaks(service)] == [C.RELEASE_LOST]
+        assert [x.cause for x in find_leaks(Presence(Axis(service)))] == [C.RELEASE_LOST]
 
 
 def failed(records: list[Record]) -> list[Failure]:
@@ -969,7 +969,7 @@ def test_recorded_logs_of_real_processes() -> None:
     assert not logs.skipped
 
     def of(*engines: str) -> dict[str, str]:
-        return named(find_leaks(join([x for x in logs.records if not engines or x.engine_id in engines])))
+        return named(found([x for x in logs.records if not engines or x.engine_id in engines]))
 
     everybody = {x.engine_id for x in logs.records}
     assert of() == {k: v.value for k, v in EXPECTED.items()}
@@ -1061,7 +1061,7 @@ def seen_of(records: list[Record], logs: Logs | None = None) -> Seen:
     """All that is known of some records."""
     service = join(records)
     presence = Presence(Axis(service))
-    return Seen(logs or Logs(records), presence, ground(presence), find_leaks(service, presence))
+    return Seen(logs or Logs(records), presence, ground(presence), find_leaks(presence))
 
 
 def plain(records: list[Record], logs: Logs | None = None) -> dict[str, Any]:
@@ -1169,7 +1169,7 @@ def test_engines_that_answer_are_alive_and_prefill_engines_are_no_readers() -> N
     held = RequestStatus("lease", "a", "a", "lent", 20.0, 20.0, 10.0, 4, "a claim", (), sequence=0)
     prefill, decode = answering(P, {"leases.lent": 3}, held), answering(D, {"pulls.started": 2})
     other = answering(OTHER, {"leases.lent": 1})
-    [leak] = find_leaks(join(records_of([prefill, decode, other], 1e9)))
+    [leak] = found(list(records_of([prefill, decode, other], 1e9)))
     assert leak.cause is C.NEVER_CLAIMED
     assert f"{RANK[D]} knows nothing of it" in leak.sentence
     assert "died" not in leak.sentence
@@ -1184,7 +1184,7 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
         service = join(records)
         asked: dict[str, Any] = {"address": "/run/d.sock", "error": "no answer", "trouble": Trouble.AWAY}
         tell(service, [Answer(**asked, account=Account(rank=x)) for x in unanswered], 2e9)
-        [leak] = find_leaks(service)
+        [leak] = find_leaks(Presence(Axis(service)))
         return leak
 
     late, now = expired(False), say(500, "of_later")
@@ -1237,7 +1237,7 @@ def test_a_reader_that_was_asked_and_is_gone_has_died_though_no_log_of_it_is_the
         answers = [*asked, replace(gone, trouble=trouble)]
         service = join(records_of(answers, 1e9))
         tell(service, answers, 1e9)
-        [leak] = find_leaks(service)
+        [leak] = find_leaks(Presence(Axis(service)))
         return leak
 
     leak = judged(Trouble.GONE)
@@ -1311,7 +1311,7 @@ def test_a_process_that_is_there_has_not_died_but_may_hang() -> None:
         service = join(records)
         service.processes[D].is_here = is_there
         presence = Presence(Axis(service))
-        found = find(Seen(Logs(), presence, ground(presence), find_leaks(service)))
+        found = find(Seen(Logs(), presence, ground(presence), find_leaks(presence)))
         [late] = found.late
         return late.cause, [x.code for x in found.wrong], [x.code for x in found.limits]
 

@@ -75,7 +75,7 @@ def reworded(record: Record) -> Record:
 def concluded(records: list[Record]) -> list[Any]:
     """All that is concluded from some records, without its words."""
     presence = Presence(Axis(join(records)))
-    leaks = find_leaks(presence.service, presence)
+    leaks = find_leaks(presence)
     found = find(Seen(Logs(records), presence, ground(presence), leaks))
     return [
         *((x.cell, x.cause, x.state, x.request_id, x.reader, x.about, x.owed, x.missing, len(x.also)) for x in leaks),
@@ -151,6 +151,6 @@ def test_old_lines_name_the_key_the_rank_and_the_limit_in_words() -> None:
 def test_an_orderly_goodbye_in_other_words_is_no_death() -> None:
     lent = say(20.0, told.LeaseLent, P, **NAMES, blocks=4, lease_s=30.0)
     records = [begun(D), *met(), begun(P), lent, gone(25.0, "it took its leave", how="goodbye"), say(80.0, "later", D)]
-    assert not find_leaks(join(records))
+    assert not find_leaks(Presence(Axis(join(records))))
     lost = [*records[:-2], gone(25.0, "it took its leave", how="broken"), records[-1]]
-    assert [x.cause for x in find_leaks(join(lost))] == [CAUSE.PREFILL_DIED]
+    assert [x.cause for x in find_leaks(Presence(Axis(join(lost))))] == [CAUSE.PREFILL_DIED]

@@ -47,7 +47,7 @@ def wrong(records: Sequence[Record], answers: Sequence[Answer] = ()) -> list[Fin
     logs = Logs(sorted([*records, *records_of(answers, 1e9 + 60.0)], key=lambda x: x.at))
     service = join(logs)
     presence = Presence(Axis(service))
-    seen = Seen(logs, presence, ground(presence), find_leaks(service, presence), answers=answers)
+    seen = Seen(logs, presence, ground(presence), find_leaks(presence), answers=answers)
     return list(find(seen).wrong)
 
 

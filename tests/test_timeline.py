@@ -294,7 +294,7 @@ class Checked(HTMLParser):
 
 def seen_of(axis: Axis) -> Seen:
     presence = Presence(axis)
-    return Seen(Logs(), presence, ground(presence), find_leaks(axis.service, presence))
+    return Seen(Logs(), presence, ground(presence), find_leaks(presence))
 
 
 def check_outputs(axis: Axis, found: list[Story]) -> None:

@@ -113,7 +113,7 @@ class Looking:
             process = service.process_named(rank)
             return not (axis.at(process, until) if process is not None else until) < begin
 
-        late = [x for x in find_leaks(service, presence, wanted) if counts(x.holders[0] if x.holders else "", x.until)]
+        late = [x for x in find_leaks(presence, wanted) if counts(x.holders[0] if x.holders else "", x.until)]
         copies = leaks_copies.late_copies(service, None if wanted is None else self.called)
         copies = [x for x in copies if counts(x.rank, x.since + x.seconds)]
         failed = leaks_copies.failures(axis, self.called)
