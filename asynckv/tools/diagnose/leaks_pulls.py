@@ -46,10 +46,6 @@ class Failure(NamedTuple):
         return [x.ended.at for x in self.pulls if x.ended is not None]
 
     @property
-    def remedy(self) -> str:
-        return self.verdict.remedy
-
-    @property
     def sentence(self) -> str:
         ends, names = Counter(x.cause for x in self.pulls), self.verdict.names
         told_as = ", ".join(f"{number:,} {cause}" for cause, number in ends.most_common(4))
