@@ -21,7 +21,7 @@ from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds
 from asynckv.tools.diagnose.records import Record
-from asynckv.tools.diagnose.stalls import had_no_step, stalled_s
+from asynckv.tools.diagnose.stalls import stalled_s
 
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
 LATE_S = 1.0  # longest delay of the line about an expired lease, unless a loop is away
@@ -300,7 +300,8 @@ class Presence:
     def had_no_step(self, reader: Process, lease: LoggedLease) -> bool:
         """Return True if a reader's scheduler made no step for most of a lease's time, whether or not it was idle."""
         since, until = self._span_of(lease, reader)
-        return had_no_step(reader, since, since + 0.5 * (until - since))
+        sign = next(reader.since(told.EngineAlive, since + 0.5 * (until - since)), None)
+        return sign is not None and sign.at - sign.number("step_s", 0.0) <= since
 
     def _span_of(self, lease: LoggedLease, reader: Process) -> tuple[float, float]:
         """Return the times at which a lease began and ended, by a reader's clock."""

@@ -59,12 +59,6 @@ def stalled_s(process: Process, since: float, until: float, what: str = "") -> f
     return max([0.0, *(min(x.until, until) - max(x.since, since) for x in found)])
 
 
-def had_no_step(process: Process, since: float, until: float) -> bool:
-    """Return True if a process made no step between two moments of its clock. It hung, or was idle."""
-    record = next(process.since(told.EngineAlive, until), None)
-    return record is not None and record.at - record.number("step_s", 0.0) <= since
-
-
 def last_stall(process: Process) -> Stall | None:
     """Return the time without a step that had not ended at the last sign of life."""
     last = max((x.at for x in process.of(told.EngineAlive)), default=0.0)
