@@ -115,6 +115,10 @@ class Seen:
     def service(self) -> Service:
         return self.presence.service
 
+    def is_past(self, record: Record) -> bool:
+        """Return True if a line is of before the time in question."""
+        return self.axis.at(self.service.processes[record.incarnation], record.at) < self.since
+
 
 def find(seen: Seen) -> Findings:
     """Return findings, the worst first; if two are about the same fault, the one that decides the remedy."""
@@ -316,7 +320,7 @@ def _refusals(seen: Seen) -> list[Record]:
     """Return pulls that decode engines refused by themselves, of requests without a complete pull."""
     requests = (r for r in seen.service.requests if not any(p.cause == "complete" for p in r.all_pulls))
     refused = (x for r in requests for x in r.before if x.event == told.PullRefused.event)
-    return [x for x in refused if not x.at < seen.since]
+    return [x for x in refused if not seen.is_past(x)]
 
 
 def _refused(seen: Seen) -> Iterator[Finding]:
@@ -333,7 +337,7 @@ def _refused(seen: Seen) -> Iterator[Finding]:
 
 def _failed(seen: Seen) -> list[Failure]:
     """Find failed pulls by reason and by rank, except repeated attempts and late requests."""
-    axis, told = seen.axis, set(map(_key, seen.late))
+    told = set(map(_key, seen.late))
     last: set[LoggedPull] = set()
     for family in families(seen.service.requests):
         if told.isdisjoint(map(_key, family)):
@@ -341,7 +345,7 @@ def _failed(seen: Seen) -> list[Failure]:
 
     def counts(pull: LoggedPull) -> bool:
         is_final = pull in last and not pull.will_be_tried_again
-        return is_final and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
+        return is_final and pull.ended is not None and not seen.is_past(pull.ended)
 
     return failures(seen.presence, counts)
 
@@ -364,7 +368,7 @@ def _differ(seen: Seen, failed: Sequence[Failure]) -> Iterator[Finding]:
     answers = () if math.isfinite(seen.since) else seen.answers
     counts = {x.account.incarnation: x.account.facts.counters.get("pulls.differs") for x in answers}
     for process in (x for x in seen.service.processes.values() if x not in reported):
-        lines = [x for x in process.of(told.BytesDiffer) if not seen.axis.at(process, x.at) < seen.since]
+        lines = [x for x in process.of(told.BytesDiffer) if not seen.is_past(x)]
         if number := integer(counts.get(process.incarnation), len(lines)):
             owners, names = (tuple(x.text(name) for x in lines) for name in ("peer", "request_id"))
             who = f"{process.rank} from {listed(owners) or 'prefill ranks'}"
@@ -400,7 +404,7 @@ def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:
     """Find the shares of prompts that engines computed by themselves, by cause; True with those that are wrong."""
     for process in seen.service.processes.values():
         lines = list(process.of(told.PromptsCounted))
-        new = [x for x in lines if not seen.axis.at(process, x.at) < seen.since]
+        new = [x for x in lines if not seen.is_past(x)]
         so_far = [Counter(), *map(_counts, lines)][-len(new) - 1 :]
         steps = [after - before for before, after in itertools.pairwise(so_far)]
         rows = [x for x in new if x.integer("in_a_row", 0) >= told.MANY_PROMPTS]
@@ -487,7 +491,7 @@ def _away(found: Sequence[Pause], late: Iterable[Leak | Failure]) -> tuple[list[
 def _logged(seen: Seen, level: str) -> Iterator[Finding]:
     """Find events at a level that no other finding reports, by event and process."""
     lines = ((x, process) for process in seen.service.processes.values() for x in process.records if x.level == level)
-    found = grouped(((x.event, process.base), x) for x, process in lines if not _is_said_elsewhere(seen, process, x))
+    found = grouped(((x.event, process.base), x) for x, process in lines if not _is_said_elsewhere(seen, x))
     for (event, base), same in sorted(found.items(), key=lambda x: -len(x[1])):
         first = same[0]
         texts = [x for name in ("cause", "detail", "error", "who", "peer", "reader") if (x := first.text(name))]
@@ -497,9 +501,9 @@ def _logged(seen: Seen, level: str) -> Iterator[Finding]:
         yield Finding(HEADING.UNKNOWN, event, what, evidence, "See docs/logging.md.", ranks=(first.rank,))
 
 
-def _is_said_elsewhere(seen: Seen, process: Process, record: Record) -> bool:
+def _is_said_elsewhere(seen: Seen, record: Record) -> bool:
     is_copy = record.event == told.OffloadFailed.event and record.integer("held", 0) == 1
-    return is_copy or record.event in SAID_ELSEWHERE or seen.axis.at(process, record.at) < seen.since
+    return is_copy or record.event in SAID_ELSEWHERE or seen.is_past(record)
 
 
 def _waits(seen: Seen, waits: Sequence[standing.Waiting], told_of: Collection[str]) -> Iterator[Finding]:
@@ -520,8 +524,7 @@ def _open(seen: Seen, told_of: Collection[str]) -> Iterator[Finding]:
     """Find warnings of processes that nothing has ended, except about ranks that are reported."""
     known = {*told_of, *map(base_name, told_of)}
     for record, subject in standing.open_warnings(seen.presence):
-        at = seen.axis.at(seen.service.processes[record.incarnation], record.at)
-        if known.isdisjoint((record.text("peer") or record.rank, subject)) and not at < seen.since:
+        if known.isdisjoint((record.text("peer") or record.rank, subject)) and not seen.is_past(record):
             what = f"{record.event} of {record.rank}{f', {subject},' if subject else ''} is not over"
             texts = [x for name in ("state", "cause", "detail") if (x := record.text(name))]
             evidence, ranks = ", ".join(texts)[:MAX_TEXT], (record.rank,)
@@ -565,7 +568,7 @@ def _limits(seen: Seen) -> Iterator[Finding]:
     of_ranks = (
         ("half_read", standing.left_behind(presence), HALF_READ, ""),
         ("cut", standing.cut(presence), "the log of {} was cut: {}", UNSEEN),
-        ("dropped", standing.dropped(seen.logs.records, seen.since), DROPPED, UNSEEN),
+        ("dropped", standing.dropped(seen.logs.records, seen.is_past), DROPPED, UNSEEN),
         ("uncounted", standing.uncounted(presence, seen.answers), "{} has counted what no log shows: {}", UNSEEN),
     )
     for code, found, text, remedy in of_ranks:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -201,12 +201,12 @@ def _is_unfinished(presence: Presence, lease: LoggedLease) -> bool:
     return presence.when(lease.process, lease.process.last_at)[1] < told_at[0] and presence.last > told_at[1] + SIGN_S
 
 
-def dropped(records: Iterable[Record], since: float) -> Iterator[tuple[str, str]]:
+def dropped(records: Iterable[Record], is_past: Callable[[Record], bool]) -> Iterator[tuple[str, str]]:
     """Yield ranks that could not write some lines into their own logs, and how many, by the lines after them."""
     counts = Counter[str]()
     for record in records:  # few lines have the field, and to decode all would take long
         is_one = b'"log_dropped"' in record.said if isinstance(record.said, bytes) else "log_dropped" in record.said
-        if is_one and not record.at < since:
+        if is_one and not is_past(record):
             counts[record.rank] += max(record.integer("log_dropped", 0), 0)
     yield from ((rank, counted(number, "line")) for rank, number in (+counts).items())
 
