@@ -93,7 +93,6 @@ class Findings:
     limits: Sequence[Finding] = ()  # what was expected, and could not be judged: without one, all is well
     notes: Sequence[Finding] = ()  # what else was seen
     late: Sequence[Leak] = ()  # every request that was late; the findings tell of them in groups
-    copies: Sequence[LateCopy] = ()  # every store and load that did not end
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +145,7 @@ def find(seen: Seen) -> Findings:
     limits = [*_limits(seen), *(x for x in warned if x.code not in told.EVENTS)]
     notes = [*also, *_notes(seen), *(x for is_wrong, x in computed if not is_wrong)]
     notes += [x for x in warned if x.code in told.EVENTS]
-    return Findings(wrong, limits, notes, asked, seen.copies)
+    return Findings(wrong, limits, notes, asked)
 
 
 def _unexplained(asked: Sequence[Leak], there: Sequence[Finding], stalled: Sequence[Finding]) -> list[Leak]:

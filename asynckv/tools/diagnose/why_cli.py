@@ -108,13 +108,13 @@ def _show_request(seen: Seen, found: Findings, story: Story | None, called: set[
     if story is not None:
         why_text.show_story(seen.axis, story, seen.grounds, console)
     why_text.show_late(seen.axis, found.late, console)
-    why_text.show_copies(found.copies, seen.failed, console)
+    why_text.show_copies(seen.copies, seen.failed, console)
     for each in (x for x in mine if x.code not in causes):
         why_text.show_finding(plain(each), console)
     is_judged = not found.limits or (story is not None and bool(story.lease and story.pull))
     if not is_judged:
         why_text.show_limits(plain(found.limits), console)
-    return 1 if mine or found.late or found.copies else 0 if is_judged else 3
+    return 1 if mine or found.late or seen.copies else 0 if is_judged else 3
 
 
 def _request(given: Sequence[str]) -> tuple[str | None, list[str]]:
