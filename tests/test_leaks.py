@@ -692,7 +692,7 @@ def test_pulls_that_a_blocked_loop_made_fail_are_told_though_nothing_was_late() 
 def test_each_refusal_by_the_reader_has_a_remedy_of_its_own(cause: str, remedy: str) -> None:
     ended = pull_ended(15, cause, failed_in="handshake", detail="of one kind")
     other = pull_ended(16, "queue_full" if cause != "queue_full" else "unplannable", pull_id=f"{D[:16]}-2")
-    told_of = {each.remedy for each in failed([*BOTH, ended, other])}
+    told_of = {each.verdict.remedy for each in failed([*BOTH, ended, other])}
     assert len(told_of) == 2, "one finding each"
     assert any(remedy in each for each in told_of)
     # What the engine refuses before a pull begins is told by the name of its error.
