@@ -117,14 +117,12 @@ def _of_lease(lease: LoggedLease, pulls: Iterable[LoggedPull]) -> Iterator[Pair]
     granted = {x.text("pull_id"): x.at for x in reversed(lease.granted)}
     claimed = {x.pull_id: lease.lent_at + x.claimed_s for x in lease.claims.values() if not math.isnan(x.claimed_s)}
     released_by = set(map(start_of, lease.released))
-    for pull in pulls:
-        if pull.ended is None:
-            continue
+    for pull, ended in ((x, x.ended) for x in pulls if x.ended is not None):
         at = granted.get(pull.pull_id, claimed.get(pull.pull_id, lease.lent_at))
-        if lease.process.rank in pull.ended.texts("read_ranks") and is_time(at):
-            yield Pair(lease.process, at, pull.process, pull.ended.at)
+        if lease.process.rank in ended.texts("read_ranks") and is_time(at):
+            yield Pair(lease.process, at, pull.process, ended.at)
         if lease.ended is not None and pull.process.start in released_by:
-            yield Pair(pull.process, pull.ended.at, lease.process, lease.ended.at)
+            yield Pair(pull.process, ended.at, lease.process, lease.ended.at)
 
 
 class Axis:
