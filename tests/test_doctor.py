@@ -138,6 +138,25 @@ def test_limits_of_a_control_group_are_read(tmp_path: Path) -> None:
     assert {"throttled", "memory-limit"} <= found
 
 
+def test_limits_of_the_older_hierarchy_are_read(tmp_path: Path) -> None:
+    for name, text in (
+        ("cpu/cpu.cfs_quota_us", "150000\n"),
+        ("cpu/cpu.cfs_period_us", "100000\n"),
+        ("cpu/cpu.stat", "nr_periods 100\nnr_throttled 25\n"),
+        ("memory/memory.limit_in_bytes", "1000\n"),
+        ("memory/memory.usage_in_bytes", "999\n"),
+    ):
+        path = tmp_path / "fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    here = host.machine(tmp_path, tmp_path)
+    assert (here.cpu_quota, here.throttled, here.memory_limit, here.memory_used) == (1.5, 0.25, 1000, 999)
+    (tmp_path / "fs/cgroup/cpu/cpu.cfs_quota_us").write_text("-1\n")
+    (tmp_path / "fs/cgroup/memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    here = host.machine(tmp_path, tmp_path)
+    assert (here.cpu_quota, here.memory_limit) == (0.0, 0)
+
+
 def test_the_yama_scope_and_namespaces_are_read(tmp_path: Path) -> None:
     (tmp_path / "sys/kernel/yama").mkdir(parents=True)
     (tmp_path / "sys/kernel/yama/ptrace_scope").write_text("2\n")
