@@ -360,7 +360,7 @@ class Recorder(Observer):
                 lease.discharged[x].name: lease.discharged[x].outcome.value
                 for x in heapq.nsmallest(MAX_NAMED, lease.discharged)
             },
-            blocks=_num_blocks(lease),
+            blocks=lent_blocks(lease),
             packed=lease.num_packed or None,
             offers=lease.offers,
             successes_not_logged=self._skip_count(),
@@ -393,7 +393,7 @@ class Recorder(Observer):
         self.log(
             told.LeaseLent(
                 *_lease_ids(lease),
-                blocks=_num_blocks(lease),
+                blocks=lent_blocks(lease),
                 lease_s=lease.lent.lease_s,
                 readers=readers if readers > 1 else None,
                 successes_not_logged=self._skip_count(),
@@ -464,7 +464,8 @@ def _fields(event: Told | Note) -> dict[str, Any]:
     return said
 
 
-def _num_blocks(lease: Lease) -> int:
+def lent_blocks(lease: Lease) -> int:
+    """Return the number of blocks that were lent; places without a block do not count."""
     return sum(n for g in lease.lent.groups for first, n in g.runs if first != NULL)
 
 
