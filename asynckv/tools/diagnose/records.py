@@ -373,16 +373,9 @@ class _Reader:
 
 def _record(head: Head, text: bytes, where: str) -> Record:
     rank = head.rank or rank_name(head.engine_id, integer(_fields(text).get("tp_rank"), 0), 0, head.incarnation)
-    return Record(
-        at=head.at,
-        event=sys.intern(head.event),
-        level=sys.intern(head.level),
-        engine_id=sys.intern(head.engine_id),
-        rank=sys.intern(rank),
-        incarnation=sys.intern(head.incarnation),
-        said=text,
-        where=where,
-    )
+    names = map(sys.intern, (head.event, head.level, head.engine_id, rank, head.incarnation))
+    event, level, engine_id, rank, incarnation = names
+    return Record(head.at, event, level, engine_id, rank, incarnation, text, where)
 
 
 def _each(record: Record) -> Iterator[Record]:
