@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -153,12 +153,9 @@ def missing(presence: Presence) -> list[str]:
             name([record.text("peer") or record.text("reader")], process, record.at)
             if record.text("state") == "gone" and record.level == "info":  # it said goodbye
                 past.add(record.text("peer"))
-    begun: dict[str, float] = defaultdict(lambda: -math.inf)
-    for rank, at in first.items():
-        begun[base_name(rank)] = max(begun[base_name(rank)], at)
-    for process in service.processes.values():
-        if process.num_records:
-            begun[process.base] = max(begun[process.base], presence.near(process, process.first_at))
+    starts = [(base_name(rank), at) for rank, at in first.items()]
+    starts += [(x.base, presence.near(x, x.first_at)) for x in service.processes.values() if x.num_records]
+    begun = {base: max(found) for base, found in grouped(starts).items()}
     return sorted(x for x, at in first.items() if x not in past and at >= begun[base_name(x)])
 
 
