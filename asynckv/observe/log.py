@@ -216,19 +216,13 @@ class Recorder(Observer):
         if like:
             self._ended_alike(ended, told.PullsEndedAlike, pull.params.engine_id, now)
             return
-        is_failed, head = pull.failed_in and not is_discharge, head_start_of(pull)
         ended = msgspec.structs.replace(
             ended,
-            failed_in=pull.failed_in if is_failed else "",
             failed_with=[*pull.blame.ranks[:MAX_NAMED]] or None,
             how=pull.blame.how or "",
-            detail=pull.detail if is_failed else "",
-            waited_for=short(pull.waited_for) if is_failed else "",
             peer_ranks=[source.name for source in pull.sources[:MAX_NAMED]],
             read_ranks=[source.name for source in pull.sources if source.reads][:MAX_NAMED],
             bytes=pull.measures.num_bytes if pull.reason is Reason.COMPLETE else 0,
-            pieces=None if head is None else head.num_pieces,
-            piece_bytes=None if head is None else head.num_bytes,
             descriptors=pull.measures.num_descriptors,
             posts=pull.num_posted,
             rereads=pull.measures.rereads,
@@ -239,6 +233,10 @@ class Recorder(Observer):
             history=None if good and not slow else _relative(pull.history),
             successes_not_logged=self._skip_count(),
         )
+        if pull.failed_in and not is_discharge:
+            ended.failed_in, ended.detail, ended.waited_for = pull.failed_in, pull.detail, short(pull.waited_for)
+        if (head := head_start_of(pull)) is not None:
+            ended.pieces, ended.piece_bytes = head.num_pieces, head.num_bytes
         self.log(ended, level="info" if good and not slow else "warning")
 
     def _same_as(self, pull: Pull, now: float) -> str:
@@ -422,18 +420,10 @@ class Recorder(Observer):
             self.log(told.SetupDoubtful(f"{both}; give each engine an engine_id of its own"))
         over = after is PeerState.GONE
         bad = after in (PeerState.SUSPECT, PeerState.NEW) or (over and (peer.num_failed or not peer.is_orderly))
-        said = peer.detail and (bad or over)
-        changed = told.PeerChanged(
-            peer=peer.name,
-            address=peer.address,
-            peer_incarnation=peer.incarnation,
-            before=before.value,
-            state=after.value,
-            cause=str(peer.reason) if said else "",
-            how=(peer.how or "") if said else "",
-            detail=peer.detail if said else "",
-            pulls_failed=(peer.num_failed or None) if said else None,
-        )
+        changed = told.PeerChanged(peer.name, peer.address, peer.incarnation, before.value, after.value)
+        if peer.detail and (bad or over):
+            changed.cause, changed.how, changed.detail = str(peer.reason), peer.how or "", peer.detail
+            changed.pulls_failed = peer.num_failed or None
         self.log(changed, level="warning" if bad else "info")
 
     def traced(self, subject: Pull | Lease, entries: Sequence[tuple[float, str | Note]]) -> None:
