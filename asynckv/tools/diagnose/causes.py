@@ -36,21 +36,17 @@ class HEADING(enum.StrEnum):
     UNKNOWN = "not known"
 
 
-class OwnerView(enum.Enum):
-    """A prefill rank's view of a reader that it waits for, and the end of its lease, from its log."""
+OwnerView = enum.Enum("OwnerView", "UNCLAIMED CLAIMED RETRYING REFUSED CLOSED DIED UNKNOWN READ FAILED")
+"""A prefill rank's view of a reader that it waits for, and the end of its lease, from its log."""
 
-    UNCLAIMED, CLAIMED, RETRYING, REFUSED, CLOSED, DIED, UNKNOWN, READ, FAILED = range(9)
-
-
-class ReaderView(enum.Enum):
-    """The view of a reader and its process, from logs: the first of these that would have been enough by itself."""
-
-    ANY, NO_LOG, UNHEARD, LEFT_OUT, NONE_RUNS, ABSENT, RENAMED, EARLY = range(8)
-    WRONG_TARGET, STALE, KEYS, KEYS_HERE, UNMET, REFUSED, TWICE, BROKEN, REFUSED_HERE = range(8, 17)
-    OVERSTAYED, ANNOUNCED, DIED, CLOSED, AWAY, OWNER_AWAY, OWNER_CLOSED = range(17, 24)
-    OWNER_DIED, PLANE_DIED, UNANSWERED, RETRIES, ELSEWHERE, READING, LATE, WAITING = range(24, 32)
-    TIMED_OUT, UNLENT, OVERTAKEN, STUCK, IDLE, DIFFERS, UNOFFERED, OTHER_TICKET = range(32, 40)
-
+ReaderView = enum.Enum(
+    "ReaderView",
+    "ANY NO_LOG UNHEARD LEFT_OUT NONE_RUNS ABSENT RENAMED EARLY WRONG_TARGET STALE KEYS KEYS_HERE UNMET REFUSED TWICE "
+    "BROKEN REFUSED_HERE OVERSTAYED ANNOUNCED DIED CLOSED AWAY OWNER_AWAY OWNER_CLOSED OWNER_DIED PLANE_DIED "
+    "UNANSWERED RETRIES ELSEWHERE READING LATE WAITING TIMED_OUT UNLENT OVERTAKEN STUCK IDLE DIFFERS UNOFFERED "
+    "OTHER_TICKET",
+)
+"""The view of a reader and its process, from logs: the first of these that would have been enough by itself."""
 
 CAUSE = enum.StrEnum(
     "CAUSE",
