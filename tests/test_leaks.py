@@ -32,7 +32,7 @@ from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, SAID, WHY, OwnerView, remedy_of
 from asynckv.tools.diagnose.findings import Seen, find
-from asynckv.tools.diagnose.join import join
+from asynckv.tools.diagnose.join import Service, join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_live import look_here, records_of, tell
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
@@ -1057,11 +1057,14 @@ def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
     assert ask("")[0] == ask(" ")[0] == 2
 
 
-def seen_of(records: list[Record], logs: Logs | None = None) -> Seen:
-    """All that is known of some records."""
-    service = join(records)
+def seen_in(service: Service, logs: Logs, answers: Sequence[Answer] = ()) -> Seen:
+    """All that is known of a service."""
     presence = Presence(Axis(service))
-    return Seen(logs or Logs(records), presence, ground(presence), find_leaks(presence))
+    return Seen(logs, presence, ground(presence), find_leaks(presence), answers=answers)
+
+
+def seen_of(records: list[Record], logs: Logs | None = None) -> Seen:
+    return seen_in(join(records), logs or Logs(records))
 
 
 def plain(records: list[Record], logs: Logs | None = None) -> dict[str, Any]:
@@ -1310,8 +1313,7 @@ def test_a_process_that_is_there_has_not_died_but_may_hang() -> None:
     def judged(is_there: bool) -> tuple[CAUSE, list[str], list[str]]:
         service = join(records)
         service.processes[D].is_here = is_there
-        presence = Presence(Axis(service))
-        found = find(Seen(Logs(), presence, ground(presence), find_leaks(presence)))
+        found = find(seen_in(service, Logs()))
         [late] = found.late
         return late.cause, [x.code for x in found.wrong], [x.code for x in found.limits]
 
