@@ -363,24 +363,15 @@ class Recorder(Observer):
             offers=lease.offers,
             successes_not_logged=self._skip_count(),
         )
-        if lease.state is LeaseState.RELEASED:
-            self.log(ended)
-            return
-        late_s = min(lease.ended_at, now) - lease.expires_at if lease.state is LeaseState.EXPIRED else 0.0
-        owed = list(waits_for(lease, MAX_NAMED))
-        ended = msgspec.structs.replace(
-            ended,
-            owed=owed,
-            claims=_claims(lease),
-            refused=_refused(lease),
-            revoked_by=lease.revoked_by,
-            late_s=round(late_s, 3) if late_s > LATE_S else None,
-            history=_relative(lease.history),
-        )
+        if lease.state is LeaseState.EXPIRED and (late_s := min(lease.ended_at, now) - lease.expires_at) > LATE_S:
+            ended.late_s = round(late_s, 3)
+        if lease.state is not LeaseState.RELEASED:
+            ended.owed, ended.claims = list(waits_for(lease, MAX_NAMED)), _claims(lease)
+            ended.refused, ended.revoked_by, ended.history = _refused(lease), lease.revoked_by, _relative(lease.history)
         if good:
             self.log(ended)
         else:
-            self._ended_alike(ended, told.LeasesEndedAlike, str(owed), now, lease.history)
+            self._ended_alike(ended, told.LeasesEndedAlike, str(ended.owed), now, lease.history)
 
     def lease_lent(self, lease: Lease, params: KVTransferParams, now: float) -> None:
         """Log that a request was lent, and decide whether its grants and its successful end are logged too."""
