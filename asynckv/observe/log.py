@@ -396,12 +396,11 @@ class Recorder(Observer):
         level: told.Level = "info" if held.is_orderly else "warning"
         for lease in (x for x, _ in found if isinstance(x, Lease)):
             lease.is_sampled = True  # otherwise no line may say that this warning is over
+        alike: dict[str, Any] = {"state": held.state, "waits": held.waits, "requests": held.number}
         if leases := [_held_lease(x, status) for x, status in found if isinstance(x, Lease)]:
-            self.log(
-                told.LeaseHeld(state=held.state, waits=held.waits, requests=held.number, oldest=leases), level=level
-            )
+            self.log(told.LeaseHeld(**alike, oldest=leases), level=level)
         elif pulls := [_held_pull(x, status) for x, status in found if isinstance(x, Pull)]:
-            self.log(told.PullHeld(state=held.state, waits=held.waits, requests=held.number, oldest=pulls), level=level)
+            self.log(told.PullHeld(**alike, oldest=pulls), level=level)
 
     def peer_changed(self, peer: Peer, before: PeerState, after: PeerState, now: float) -> None:
         """Log a peer's transition. A peer that said goodbye, and with which no pull failed, is no warning."""
