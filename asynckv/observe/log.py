@@ -120,7 +120,7 @@ class Recorder(Observer):
     def __init__(self, config: LogConfig, **bound: Any) -> None:
         self._config = config
         self._log, self._log_level = logger_for(**bound)
-        self._bound, self._sink, self._sink_level = bound, None if not config.file else file_sink(config, bound), 0
+        self._bound, self._sink = bound, file_sink(config, bound) if config.file else None
         self._sink_level = LEVELS[config.level] if self._sink is not None else NEVER
         self._level = min(self._log_level, self._sink_level)
         self._sampler = Sampler(config.successes_per_s)
