@@ -294,12 +294,10 @@ def _late(late: Sequence[Leak]) -> Iterator[Finding]:
 
 def _of(late: Sequence[Leak | Failure]) -> tuple[tuple[str, ...], int]:
     """Return the names of late requests, and of those with failed pulls, and the number of their late blocks."""
-    blocks: dict[tuple[str, str, int], int] = {}  # of a request that is late on both sides, on the one that has more
-    for leak in late:
-        if isinstance(leak, Leak):
-            blocks[_key(leak)] = max(blocks.get(_key(leak), -1), leak.blocks)
+    blocks = grouped((_key(x), x.blocks) for x in late if isinstance(x, Leak))
     failed = (p.prefill_request_id or p.request_id for x in late if isinstance(x, Failure) for p in x.pulls)
-    known = [x for x in blocks.values() if x >= 0]
+    # Of a request that is late on both sides, the one with more blocks counts.
+    known = [most for each in blocks.values() if (most := max(each)) >= 0]
     names = tuple(request_id for _, request_id, _ in blocks)
     return names + tuple(dict.fromkeys(x for x in failed if x not in names)), sum(known) if known else -1
 
