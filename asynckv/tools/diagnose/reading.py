@@ -104,7 +104,7 @@ class Looking:
             wanted = find_requests(service, self._request, leaks_copies.called(service))
             self._meant, self.called = set(wanted), {self._request}.union(*map(names, wanted))
         last = max((axis.at(x, x.last_at) for x in service.processes.values() if x.num_records), default=now)
-        begin = moment("--since", self._since, last) if self._since is not None else -math.inf
+        begin = moment(self._since, last) if self._since is not None else -math.inf
         if begin > last:
             raise ConfigError(f"no event is later than --since {self._since}; the last is of {axis.moment(last)} UTC")
 
@@ -120,11 +120,10 @@ class Looking:
         return Seen(logs, presence, ground(presence), late, copies, answers, begin, failed)
 
 
-def moment(option: str, text: str, last: float) -> float:
+def moment(text: str, last: float) -> float:
     """Return the time that the operator means, in seconds since 1970.
 
     Args:
-        option: Where it was written.
         text: A time (UTC unless it says otherwise), one of the last day (`02:15`), or how long before the last event:
             `90s`, `10m`, `2h`.
         last: When that was.
@@ -143,6 +142,6 @@ def moment(option: str, text: str, last: float) -> float:
         return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
         raise ConfigError(
-            f"{option} {text[:80]!r} is no time; write 2026-01-31T12:00 (UTC), 12:00 (of the last day), or 10m: so "
+            f"--since {text[:80]!r} is no time; write 2026-01-31T12:00 (UTC), 12:00 (of the last day), or 10m: so "
             "long before the last event"
         ) from None
