@@ -46,31 +46,18 @@ from asynckv.observe.setup import LEVELS, file_sink, logger_for
 from asynckv.told import MAX_NAMED, Told, short
 from asynckv.version import VERSION
 
-SAME_S = 1.0
-"""Seconds after a failure in which further ones with the same words get a short line."""
-
-AWAY_PER_S, MAX_AWAY = 0.1, 3.0
-"""Rate and burst of the warnings that the loop was away."""
-LONGER = 1.5
-"""Factor over the last logged absence from which an absence is logged whatever the rate."""
+SAME_S = 1.0  # seconds after a failure in which further ones with the same words get a short line
+AWAY_PER_S, MAX_AWAY = 0.1, 3.0  # rate and burst of the warnings that the loop was away
+LONGER = 1.5  # factor over the last logged absence from which an absence is logged whatever the rate
 MAX_RANKS = 8
 
-MAX_TOLD = 32
-"""Number of similar ends that get a line each, at once and then one per second; the others share lines."""
-
-PROMPTS_PER_S, MAX_PROMPTS = 1 / 60, 6.0
-"""Rate and burst of the lines about prompts that were counted, except warnings."""
-
+MAX_TOLD = 32  # number of similar ends that get a line each, at once and then one per second; the others share lines
+PROMPTS_PER_S, MAX_PROMPTS = 1 / 60, 6.0  # rate and burst of the lines about prompts that were counted, except warnings
 NEVER = logging.CRITICAL + 1
 NO_MORE: Mapping[str, Any] = MappingProxyType({})
-MAX_FIELD = 4096
-"""Maximum length of any field, in characters."""
-
-MAX_HISTORY = 128
-"""Number of logged entries of a history: the first quarter, then the last ones."""
-
-LATE_S = 0.1
-"""Delay from which an expiry is logged as late, because the loop was away."""
+MAX_FIELD = 4096  # maximum length of any field, in characters
+MAX_HISTORY = 128  # number of logged entries of a history: the first quarter, then the last ones
+LATE_S = 0.1  # delay from which an expiry is logged as late, because the loop was away
 
 
 def phases(pull: Pull) -> dict[str, float]:
@@ -127,8 +114,7 @@ class Recorder(Observer):
         self._slow = Limiter(config.slow_per_s, max(config.slow_per_s, 1.0) if config.slow_per_s else 0.0)
         self._skipped = 0
         self._is_closed = False
-        self.num_failed = 0
-        """Number of events for which the application's logging raised."""
+        self.num_failed = 0  # number of events for which the application's logging raised
         self._rates: dict[type[Told], Rate] = {}
         self._failures: dict[tuple[Reason | None, str], tuple[float, str]] = {}
         self._told, self._groups = Limiter(1.0, MAX_TOLD), dict[tuple[Any, str, str], list[dict[str, Any]]]()

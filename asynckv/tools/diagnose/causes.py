@@ -88,8 +88,7 @@ SAID |= {ReaderView[name]: words for name, words in _ROWS.pop("readers").items()
 
 WELL: Mapping[str, str] = _ROWS.pop("well")
 """Ends of a pull that are no failures, with the reason for which they are well."""
-NEVER: Mapping[str, str] = _ROWS.pop("never")
-"""Reasons that never end a pull."""
+NEVER: Mapping[str, str] = _ROWS.pop("never")  # reasons that never end a pull
 FAILED_AS = {reason: ReaderView[name] for name, reasons in _ROWS.pop("failed_as").items() for reason in reasons}
 """Evidence of a pull's cause, if no other event explains it; reasons of later versions are not known."""
 REFUSED_AS = {reason: ReaderView[name] for name, reasons in _ROWS.pop("refused_as").items() for reason in reasons}

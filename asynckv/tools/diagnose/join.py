@@ -36,8 +36,7 @@ from asynckv.tools.diagnose.clocks import PutBack, mended
 from asynckv.tools.diagnose.old_words import coded
 from asynckv.tools.diagnose.records import Logs, Record, number
 
-GATHERED_S = 11.0
-"""Most seconds by which a line is late: events about requests are gathered for some seconds."""
+GATHERED_S = 11.0  # most seconds by which a line is late: events about requests are gathered for some seconds
 FOLLOWS = frozenset(FollowState)
 DURATIONS = tuple(x for x in told.EngineStarted.__struct_fields__ if x.endswith("_s"))
 _RANK = re.compile(r"(?P<base>.+?/tp\d+)(?:@(?P<start>[0-9a-f]{1,64}))?(?: \(.*\))?\Z", re.DOTALL)
