@@ -117,25 +117,23 @@ def test_what_cannot_be_read_is_left_alone(tmp_path: Path) -> None:
     assert host.gpu(tmp_path, tmp_path).count == 0
 
 
-def test_limits_of_a_control_group_are_read(tmp_path: Path) -> None:
-    group = tmp_path / "fs/cgroup"
-    inner = group / "pods/engine"
-    inner.mkdir(parents=True)
-    (tmp_path / "self").mkdir()
-    (tmp_path / "self/cgroup").write_text("0::/pods/engine\n")
-    (inner / "cpu.max").write_text("max 100000")
-    (inner / "memory.max").write_text("2000")
-    for name, text in (
-        ("cpu.max", "150000 100000"),
-        ("cpu.stat", "nr_periods 100\nnr_throttled 25\n"),
-        ("memory.max", "1000"),
-        ("memory.current", "999"),
-    ):
-        (group / name).write_text(text)
+V2 = {"cpu.max": "150000 100000", "memory.max": "1000", "memory.current": "999"}
+V1 = {"cpu/cpu.cfs_quota_us": "150000\n", "cpu/cpu.cfs_period_us": "100000\n"}
+V1 |= {"memory/memory.limit_in_bytes": "1000\n", "memory/memory.usage_in_bytes": "999\n"}
+WIDE = {"pods/cpu.max": "max 100000", "pods/memory.max": "2000", "memory/pods/memory.limit_in_bytes": f"{2**63}\n"}
+WIDE |= {"cpu/pods/cpu.cfs_quota_us": "-1\n", "cpu/pods/cpu.cfs_period_us": "100000\n"}
+STAT = dict.fromkeys(("cpu.stat", "cpu/cpu.stat"), "nr_periods 100\nnr_throttled 25\n")
+
+
+@pytest.mark.parametrize("files", [V2, V1])
+def test_limits_of_a_control_group_are_read(files: dict[str, str], tmp_path: Path) -> None:
+    found = {f"fs/cgroup/{name}": text for name, text in (WIDE | STAT | files).items()}
+    for name, text in {**found, "self/cgroup": "0::/pods\n1:cpu,cpuacct:/pods\n2:memory:/pods\n"}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     here = host.machine(tmp_path, tmp_path)
     assert (here.cpu_quota, here.throttled, here.memory_limit, here.memory_used) == (1.5, 0.25, 1000, 999)
-    found = {each.code for each in examine(Facts(machine=here))}
-    assert {"throttled", "memory-limit"} <= found
+    assert {"throttled", "memory-limit"} <= {each.code for each in examine(Facts(machine=here))}
 
 
 def test_the_yama_scope_and_namespaces_are_read(tmp_path: Path) -> None:

@@ -13,17 +13,16 @@ import pytest
 
 from asynckv.account.values import Account, Facts
 from asynckv.tools.diagnose.ask import Answer, Trouble
-from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.causes import HEADING
-from asynckv.tools.diagnose.findings import Findings, Seen, find
+from asynckv.tools.diagnose.findings import Findings, find
 from asynckv.tools.diagnose.join import join
-from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_live import records_of, tell
 from asynckv.tools.diagnose.leaks_request import find_requests
-from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record, read_logs
-from asynckv.tools.diagnose.timeline_model import ground, stories
+from asynckv.tools.diagnose.timeline_model import stories
 from asynckv.tools.diagnose.why_page import make
+from tests.test_leaks import seen_in
 from tests.test_timeline import page_data
 from tests.timeline_logs import service
 
@@ -65,11 +64,9 @@ def well() -> list[Record]:
 
 def screen(records: list[Record]) -> tuple[Findings, str]:
     logs = Logs(sorted(records, key=lambda x: x.at))
-    joined = join(logs)
-    presence = Presence(axis := make_axis(joined))
-    seen = Seen(logs, presence, ground(presence), find_leaks(joined))
+    seen = seen_in(join(logs), logs)
     found = find(seen)
-    return found, make(seen, found, ["test.log"], stories(axis))
+    return found, make(seen, found, ["test.log"], stories(seen.axis))
 
 
 class Balanced(HTMLParser):
@@ -142,7 +139,7 @@ def test_what_a_decode_engine_refused_by_itself_did_arrive() -> None:
         service = join(records)
         [request] = find_requests(service, "d-x")
         assert find_requests(service, "x") == [request]
-        [story] = stories(make_axis(service), [[request]])
+        [story] = stories(Axis(service), [[request]])
         assert (story.pull, story.others) == ("refused", ("d-x",))
         assert "refused at once: PlanRefused: block 999 is not in 0 ... 31" in [x.text for x in story.marks]
 
@@ -277,8 +274,7 @@ def test_a_socket_that_is_younger_than_the_engine_that_answers_is_of_another_one
     ]  # fmt: skip
     service = join(list(records_of(answers, 200.0)))
     tell(service, answers, 200.0)
-    presence = Presence(make_axis(service))
-    found = find(Seen(Logs(), presence, ground(presence), find_leaks(service), answers=answers))
+    found = find(seen_in(service, Logs(), answers))
     assert [x.code for x in found.wrong] == ["no_answer"] * is_dead
 
 
@@ -351,14 +347,12 @@ def test_a_process_without_a_processor_is_told_so(waited: dict[str, float], says
 
 
 def test_a_red_request_has_its_cause_on_the_page(tmp_path: Path) -> None:
-    joined = join(read_logs([service().write(tmp_path)]))
-    presence, leaks = Presence(axis := make_axis(joined)), find_leaks(joined)
-    seen = Seen(Logs(), presence, ground(presence), leaks)
-    requests = page_data(make(seen, Findings(late=leaks), ["x"], stories(axis)))["requests"]
+    seen = seen_in(join(read_logs([service().write(tmp_path)])), Logs())
+    requests = page_data(make(seen, Findings(late=seen.late), ["x"], stories(seen.axis)))["requests"]
     [late] = [x for x in requests if x["request_id"] == "chat-20"]
     assert late["is_bad"]
-    assert leaks[0].remedy in late["cause"]
-    assert {x["request_id"] for x in requests if "cause" in x} == {leak.request_id for leak in leaks}
+    assert seen.late[0].remedy in late["cause"]
+    assert {x["request_id"] for x in requests if "cause" in x} == {leak.request_id for leak in seen.late}
 
 
 def test_texts_of_logs_never_become_markup() -> None:

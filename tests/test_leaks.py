@@ -29,10 +29,10 @@ from asynckv.tools import cli
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose import why_text
 from asynckv.tools.diagnose.ask import Answer, Trouble
-from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING, SAID, WHY, OwnerView, remedy_of
 from asynckv.tools.diagnose.findings import Seen, find
-from asynckv.tools.diagnose.join import join
+from asynckv.tools.diagnose.join import Service, join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_live import look_here, records_of, tell
 from asynckv.tools.diagnose.leaks_pulls import Failure, failures
@@ -389,7 +389,7 @@ CASES: dict[str, tuple[CAUSE, list[Record]]] = {
 
 
 def found(records: list[Record]) -> list[Leak]:
-    return find_leaks(join(records))
+    return find_leaks(Presence(Axis(join(records))))
 
 
 def of_decode(records: list[Record]) -> list[Record]:
@@ -457,7 +457,7 @@ def test_every_cell_of_the_table_has_its_cause_and_its_evidence() -> None:
     leaks = [leak for records in (*CELLS, *(x for _, x in CASES.values())) for leak in found(records)]
     hangs = join([*RUNNING, expired(), say(500, "of_later")])
     hangs.processes[D].hangs = True
-    leaks += find_leaks(hangs)
+    leaks += find_leaks(Presence(Axis(hangs)))
     for leak in leaks:
         owner, reader = leak.cell
         assert leak.cause is WHY[owner][reader]
@@ -653,11 +653,11 @@ def test_files_in_the_wrong_order_are_no_clock_that_was_put_back() -> None:
     for order in (records[::-1], [*records[5:], *records[:5]]):
         service = join(in_order(order))
         assert not any(x.put_back for x in service.processes.values())
-        assert [x.cause for x in find_leaks(service)] == [C.RELEASE_LOST]
+        assert [x.cause for x in find_leaks(Presence(Axis(service)))] == [C.RELEASE_LOST]
 
 
 def failed(records: list[Record]) -> list[Failure]:
-    return failures(Presence(make_axis(join(records))))
+    return failures(Presence(Axis(join(records))))
 
 
 BLOCKED = [
@@ -692,7 +692,7 @@ def test_pulls_that_a_blocked_loop_made_fail_are_told_though_nothing_was_late() 
 def test_each_refusal_by_the_reader_has_a_remedy_of_its_own(cause: str, remedy: str) -> None:
     ended = pull_ended(15, cause, failed_in="handshake", detail="of one kind")
     other = pull_ended(16, "queue_full" if cause != "queue_full" else "unplannable", pull_id=f"{D[:16]}-2")
-    told_of = {each.remedy for each in failed([*BOTH, ended, other])}
+    told_of = {each.verdict.remedy for each in failed([*BOTH, ended, other])}
     assert len(told_of) == 2, "one finding each"
     assert any(remedy in each for each in told_of)
     # What the engine refuses before a pull begins is told by the name of its error.
@@ -969,7 +969,7 @@ def test_recorded_logs_of_real_processes() -> None:
     assert not logs.skipped
 
     def of(*engines: str) -> dict[str, str]:
-        return named(find_leaks(join([x for x in logs.records if not engines or x.engine_id in engines])))
+        return named(found([x for x in logs.records if not engines or x.engine_id in engines]))
 
     everybody = {x.engine_id for x in logs.records}
     assert of() == {k: v.value for k, v in EXPECTED.items()}
@@ -1057,11 +1057,14 @@ def test_a_request_is_found_by_whatever_it_is_called(tmp_path: Path) -> None:
     assert ask("")[0] == ask(" ")[0] == 2
 
 
+def seen_in(service: Service, logs: Logs, answers: Sequence[Answer] = ()) -> Seen:
+    """All that is known of a service."""
+    presence = Presence(Axis(service))
+    return Seen(logs, presence, ground(presence), find_leaks(presence), answers=answers)
+
+
 def seen_of(records: list[Record], logs: Logs | None = None) -> Seen:
-    """All that is known of some records."""
-    service = join(records)
-    presence = Presence(make_axis(service))
-    return Seen(logs or Logs(records), presence, ground(presence), find_leaks(service, presence))
+    return seen_in(join(records), logs or Logs(records))
 
 
 def plain(records: list[Record], logs: Logs | None = None) -> dict[str, Any]:
@@ -1169,7 +1172,7 @@ def test_engines_that_answer_are_alive_and_prefill_engines_are_no_readers() -> N
     held = RequestStatus("lease", "a", "a", "lent", 20.0, 20.0, 10.0, 4, "a claim", (), sequence=0)
     prefill, decode = answering(P, {"leases.lent": 3}, held), answering(D, {"pulls.started": 2})
     other = answering(OTHER, {"leases.lent": 1})
-    [leak] = find_leaks(join(records_of([prefill, decode, other], 1e9)))
+    [leak] = found(list(records_of([prefill, decode, other], 1e9)))
     assert leak.cause is C.NEVER_CLAIMED
     assert f"{RANK[D]} knows nothing of it" in leak.sentence
     assert "died" not in leak.sentence
@@ -1184,7 +1187,7 @@ def test_an_engine_that_does_not_answer_may_have_been_given_it() -> None:
         service = join(records)
         asked: dict[str, Any] = {"address": "/run/d.sock", "error": "no answer", "trouble": Trouble.AWAY}
         tell(service, [Answer(**asked, account=Account(rank=x)) for x in unanswered], 2e9)
-        [leak] = find_leaks(service)
+        [leak] = find_leaks(Presence(Axis(service)))
         return leak
 
     late, now = expired(False), say(500, "of_later")
@@ -1237,7 +1240,7 @@ def test_a_reader_that_was_asked_and_is_gone_has_died_though_no_log_of_it_is_the
         answers = [*asked, replace(gone, trouble=trouble)]
         service = join(records_of(answers, 1e9))
         tell(service, answers, 1e9)
-        [leak] = find_leaks(service)
+        [leak] = find_leaks(Presence(Axis(service)))
         return leak
 
     leak = judged(Trouble.GONE)
@@ -1310,8 +1313,7 @@ def test_a_process_that_is_there_has_not_died_but_may_hang() -> None:
     def judged(is_there: bool) -> tuple[CAUSE, list[str], list[str]]:
         service = join(records)
         service.processes[D].is_here = is_there
-        presence = Presence(make_axis(service))
-        found = find(Seen(Logs(), presence, ground(presence), find_leaks(service)))
+        found = find(seen_in(service, Logs()))
         [late] = found.late
         return late.cause, [x.code for x in found.wrong], [x.code for x in found.limits]
 
@@ -1339,6 +1341,18 @@ def test_only_what_was_late_since_a_repair(tmp_path: Path) -> None:
     for wrong, why in (("2002-01-01", "no event is later than --since 2002-01-01"), ("noon", "is no time")):
         result = CliRunner().invoke(app, ["why", str(log), "--since", wrong])
         assert why in str(result.exception)
+
+
+def test_what_was_over_before_a_repair_is_so_by_the_clock_of_all() -> None:
+    """The decode rank's host is a thousand seconds ahead, as the handshake shows."""
+    refused = say(20.0, told.PullRefused, D, **NAMES, cause="Overloaded", detail="d", log_dropped=3)
+    records = [
+        replace(x, at=x.at + 1000.0, said={**x.fields, "host": "other"}) if x.incarnation == D else x
+        for x in (*BOTH, replace(refused, level="warning"))
+    ]
+    for since, codes in ((10.0, ["Overloaded", "dropped"]), (30.0, [])):
+        seen = find(replace(seen_of(sorted(records, key=lambda x: x.at)), since=1e9 + since))
+        assert [x.code for x in (*seen.wrong, *seen.limits)] == codes
 
 
 def test_the_command_refuses_bad_input(tmp_path: Path) -> None:

@@ -66,14 +66,14 @@ def test_every_reason_is_well_or_ends_no_pull_or_has_a_cause() -> None:
 def test_each_reason_has_a_cause_and_a_remedy(reason: str) -> None:
     [failure] = failed([*BOTH, pull_ended(15, reason, failed_in="read", detail="words")])
     assert failure.verdict.cause is not C.NOT_KNOWN
-    assert failure.remedy
-    assert "?" not in failure.sentence + failure.remedy + failure.verdict.sentence
-    assert "{" not in failure.remedy
+    assert failure.verdict.remedy
+    assert "?" not in failure.sentence + failure.verdict.remedy + failure.verdict.sentence
+    assert "{" not in failure.verdict.remedy
 
 
 def test_reasons_of_one_refusal_have_remedies_of_their_own() -> None:
     alike = [x for x, reader in FAILED_AS.items() if reader.name in ("REFUSED", "REFUSED_HERE")]
-    remedies = {failed([*BOTH, pull_ended(15, reason)])[0].remedy for reason in alike}
+    remedies = {failed([*BOTH, pull_ended(15, reason)])[0].verdict.remedy for reason in alike}
     assert len(remedies) == len(alike) == 11
 
 
@@ -137,7 +137,7 @@ def test_the_remedy_says_whose_key_is_missing_where(by: str, how: str, cause: CA
     assert (leak.cause, heading(leak), leak.remedy.startswith(remedy)) == (cause, HEADING.WRONG, True)
     if by == "how":
         [failure] = failed(records)
-        assert (failure.verdict.cause, failure.remedy.startswith(remedy)) == (cause, True)
+        assert (failure.verdict.cause, failure.verdict.remedy.startswith(remedy)) == (cause, True)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_what_the_reader_itself_has_released_is_not_another_readers(
         for x in failed([*BOTH, pull_ended(15, first[0], failed_in=first[1]), again])
         if any(y.cause == "consumed" for y in x.pulls)
     ]
-    assert (failure.verdict.cause, remedy in failure.remedy) == (cause, True)
+    assert (failure.verdict.cause, remedy in failure.verdict.remedy) == (cause, True)
 
 
 def test_an_attempt_that_was_made_is_not_said_to_be_missing() -> None:
@@ -239,7 +239,7 @@ def test_a_transfer_that_ends_soon_after_its_caller_gave_up_is_no_network(
 def test_a_reader_without_file_descriptors_is_no_network() -> None:
     ended = pull_ended(15, "peer_unreachable", failed_in="handshake", failed_with=[RANK[P]], how="no_files")
     [failure], [leak] = failed([*STRANGERS, ended]), found([*STRANGERS, ended, expired(False)])
-    assert failure.remedy == leak.remedy
+    assert failure.verdict.remedy == leak.remedy
     assert leak.remedy.startswith(f"{RANK[D]} has no file descriptors left")
 
 
@@ -279,7 +279,7 @@ def test_what_was_not_lent_in_time_is_the_prefill_side(more: list[Record], cause
     assert failure.verdict.cause is cause
     assert why in failure.verdict.sentence
     assert RANK[P] in failure.verdict.sentence
-    assert cause is C.PREFILL_LOOP_AWAY or f"scheduler of {RANK[P]}" in failure.remedy
+    assert cause is C.PREFILL_LOOP_AWAY or f"scheduler of {RANK[P]}" in failure.verdict.remedy
 
 
 # -- parties -----------------------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def test_params_that_two_engines_were_given_are_one_finding() -> None:
     assert CATALOGUE[failure.verdict.cause].heading is HEADING.WRONG
     # Without another engine it may be one of another size.
     [failure] = failed([*BOTH, ours])
-    assert (failure.verdict.cause, "`tp_size`" in failure.remedy) == (C.RELEASE_REFUSED, True)
+    assert (failure.verdict.cause, "`tp_size`" in failure.verdict.remedy) == (C.RELEASE_REFUSED, True)
 
 
 def test_the_only_decode_engine_was_closed_in_order_and_the_router_is_not_blamed() -> None:
@@ -327,7 +327,7 @@ def test_each_remedy_names_the_parties_of_its_case() -> None:
     assert leak.remedy.endswith(f"`asynckv doctor --to {AT}` on the host of {RANK[D]}.")
     [failure] = failed([*RUNNING, pull_ended(15, "not_owed")])
     assert (
-        failure.remedy
+        failure.verdict.remedy
         == f"Correct `tp_rank` and `tp_size` of {RANK[D]}: by these, other ranks of its engine answer for {RANK[P]}."
     )
 

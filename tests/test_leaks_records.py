@@ -25,7 +25,7 @@ from asynckv.errors import ConfigError
 from asynckv.observe.log import Recorder
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose import files, records
-from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import Service, base_name, join, start_of
 from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Record, read_logs
@@ -356,7 +356,7 @@ def test_both_sides_of_a_request_meet() -> None:
     assert [x.at for x in request.records()] == [1, 3, 4]
     assert service.processes[PREFILL].lends
     assert service.processes[PREFILL].host == "h1"
-    assert not missing(Presence(make_axis(service)))
+    assert not missing(Presence(Axis(service)))
 
 
 def test_a_lease_tells_what_its_readers_said() -> None:
@@ -379,7 +379,7 @@ def test_a_lease_tells_what_its_readers_said() -> None:
     assert lease.retrying == {"decode/tp0@be26aa13"}
     [refusal] = lease.refused
     assert (refusal.after_s, refusal.message, refusal.reason) == (2.5, "claim", "wrong_request")
-    assert missing(Presence(make_axis(service))) == ["decode/tp0@be26aa13"]
+    assert missing(Presence(Axis(service))) == ["decode/tp0@be26aa13"]
 
 
 def test_when_a_reader_was_heard_of_counts_from_when_it_was_lent_or_is_an_age() -> None:

@@ -13,18 +13,13 @@ import pytest
 
 from asynckv import told
 from asynckv.core.types import How
-from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import CAUSE
-from asynckv.tools.diagnose.findings import Seen, find
-from asynckv.tools.diagnose.join import join
-from asynckv.tools.diagnose.leaks import find_leaks
+from asynckv.tools.diagnose.findings import find
 from asynckv.tools.diagnose.leaks_pulls import failures
 from asynckv.tools.diagnose.old_words import coded
-from asynckv.tools.diagnose.presence import Presence
-from asynckv.tools.diagnose.records import Logs, Record
-from asynckv.tools.diagnose.timeline_model import ground
+from asynckv.tools.diagnose.records import Record
 from tests.lab.leaks_truth import one
-from tests.test_leaks import BLOCKED, CASES, CELLS, FAILURES, NAMES, RANK, D, P, begun, expired, gone, met, say
+from tests.test_leaks import BLOCKED, CASES, CELLS, FAILURES, NAMES, RANK, D, P, begun, expired, gone, met, say, seen_of
 
 LOREM = "lorem ipsum dolor"
 NAMED = {
@@ -74,12 +69,11 @@ def reworded(record: Record) -> Record:
 
 def concluded(records: list[Record]) -> list[Any]:
     """All that is concluded from some records, without its words."""
-    presence = Presence(make_axis(join(records)))
-    leaks = find_leaks(presence.service, presence)
-    found = find(Seen(Logs(records), presence, ground(presence), leaks))
+    seen = seen_of(records)
+    leaks, found = seen.late, find(seen)
     return [
         *((x.cell, x.cause, x.state, x.request_id, x.reader, x.about, x.owed, x.missing, len(x.also)) for x in leaks),
-        *((x.verdict.cause, x.verdict.reader, len(x.pulls)) for x in failures(presence)),
+        *((x.verdict.cause, x.verdict.reader, len(x.pulls)) for x in failures(seen.presence)),
         *((x.heading, x.code, x.requests) for x in (*found.wrong, *found.limits)),
     ]
 
@@ -151,6 +145,6 @@ def test_old_lines_name_the_key_the_rank_and_the_limit_in_words() -> None:
 def test_an_orderly_goodbye_in_other_words_is_no_death() -> None:
     lent = say(20.0, told.LeaseLent, P, **NAMES, blocks=4, lease_s=30.0)
     records = [begun(D), *met(), begun(P), lent, gone(25.0, "it took its leave", how="goodbye"), say(80.0, "later", D)]
-    assert not find_leaks(join(records))
+    assert not seen_of(records).late
     lost = [*records[:-2], gone(25.0, "it took its leave", how="broken"), records[-1]]
-    assert [x.cause for x in find_leaks(join(lost))] == [CAUSE.PREFILL_DIED]
+    assert [x.cause for x in seen_of(lost).late] == [CAUSE.PREFILL_DIED]

@@ -18,9 +18,11 @@ from asynckv.core.wire import Release
 from asynckv.observe.log import MAX_TOLD
 from asynckv.observe.setup import configure_logging
 from asynckv.told import MAX_NAMED
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.causes import CAUSE
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
+from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import read_logs
 from tests.engines import Bench, Side, until
 from tests.test_leaks_records import row, write
@@ -110,7 +112,7 @@ async def test_leases_that_expire_alike_share_lines_and_are_all_named(
     for x in ended.values():
         assert x.number("seconds") == pytest.approx(30.0, abs=0.1)
         assert (x.integer("blocks"), x.texts("owed")) == (1, ("*",))
-    leaks = [x for x in find_leaks(service) if x.request_id.startswith("r")]
+    leaks = [x for x in find_leaks(Presence(Axis(service))) if x.request_id.startswith("r")]
     assert len(leaks) == MANY
     # Whether the decode engine's log reaches far enough is not known: lines have the time of the wall, leases do not.
     assert {x.cause for x in leaks} <= {CAUSE.NEVER_CLAIMED, CAUSE.NEVER_HEARD_OF}

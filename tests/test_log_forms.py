@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from asynckv.tools.diagnose import well
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
+from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, read_logs
 from tests.lab.leaky import make_leaky
 from tests.lab.truth import watch
@@ -232,7 +234,8 @@ def test_what_is_late_is_found_beside_whatever_sample_of_the_rest(
         paths = watch(make_leaky(seed))[1].write(tmp_path / str(seed))
 
         def found(paths: list[Path] = paths) -> list[Any]:
-            return sorted((x.request_id, x.side, x.holders) for x in find_leaks(join(read_logs(paths))))
+            leaks = find_leaks(Presence(Axis(join(read_logs(paths)))))
+            return sorted((x.request_id, x.side, x.holders) for x in leaks)
 
         whole = found()
         monkeypatch.setattr(well, "MAX_WELL", 0)

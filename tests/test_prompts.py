@@ -26,7 +26,7 @@ from asynckv.observe.setup import configure_logging
 from asynckv.told import PromptsCounted
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose.ask import Answer
-from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.causes import HEADING
 from asynckv.tools.diagnose.findings import Finding, Seen, find
 from asynckv.tools.diagnose.join import join
@@ -149,7 +149,7 @@ def test_a_row_that_began_after_good_times_is_found_too_and_not_once_it_is_repai
     lines = (counted(5.0, 9_000), counted(60.0, 9_000, 60, in_a_row=60, in_a_row_s=40.0), counted(80.0, 9_900, 60))
     assert [x.code for x in found(*lines)[0]] == ["without_params"]
     logs = Logs(sorted([*well(), *lines], key=lambda x: x.at))
-    presence = Presence(make_axis(join(logs)))
+    presence = Presence(Axis(join(logs)))
     later = find(Seen(logs, presence, ground(presence), (), since=START + 70.0))
     assert (later.wrong, later.notes) == ([], [])
 
@@ -228,7 +228,7 @@ async def test_a_running_engine_is_judged_by_the_same_rules_as_its_log(
         await count(decode.engine, NONE)
         answer = await asked(decode.engine)
         records = list(records_of([answer], 1e9))
-        presence = Presence(make_axis(join(records)))
+        presence = Presence(Axis(join(records)))
         live = find(Seen(Logs(records), presence, ground(presence), (), answers=[answer]))
     log, out = tmp_path / "log.jsonl", tmp_path / "out.json"
     log.write_text(stream.getvalue())

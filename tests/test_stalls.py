@@ -14,15 +14,11 @@ from asynckv.account.inspect import RankStatus, RequestStatus
 from asynckv.account.values import Account, Facts
 from asynckv.told import StepWait
 from asynckv.tools.diagnose.ask import Answer
-from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import HEADING
-from asynckv.tools.diagnose.findings import Finding, Seen, find
+from asynckv.tools.diagnose.findings import Finding, find
 from asynckv.tools.diagnose.join import join
-from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_live import records_of
-from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record
-from asynckv.tools.diagnose.timeline_model import ground
 from tests.test_leaks import (
     NAMES,
     RANK,
@@ -36,6 +32,7 @@ from tests.test_leaks import (
     met,
     pull_ended,
     say,
+    seen_in,
     stopped,
     waits,
 )
@@ -45,9 +42,7 @@ RUNNING = [begun(P), begun(D), *met(), *asked_before()]
 
 def wrong(records: Sequence[Record], answers: Sequence[Answer] = ()) -> list[Finding]:
     logs = Logs(sorted([*records, *records_of(answers, 1e9 + 60.0)], key=lambda x: x.at))
-    service = join(logs)
-    presence = Presence(make_axis(service))
-    seen = Seen(logs, presence, ground(presence), find_leaks(service, presence), answers=answers)
+    seen = seen_in(join(logs), logs, answers)
     return list(find(seen).wrong)
 
 

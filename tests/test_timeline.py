@@ -20,7 +20,7 @@ from rich.console import Console
 
 from asynckv.tools import cli
 from asynckv.tools.diagnose import why_page, why_text
-from asynckv.tools.diagnose.axis import CLOCKS_S, LATE_S, Axis, Offset, Pair, make_axis, shown_offset, shown_seconds
+from asynckv.tools.diagnose.axis import CLOCKS_S, LATE_S, Axis, Offset, Pair, shown_offset, shown_seconds
 from asynckv.tools.diagnose.findings import Findings, Seen, find
 from asynckv.tools.diagnose.join import Process, Service, join
 from asynckv.tools.diagnose.leaks import find_leaks
@@ -33,7 +33,7 @@ from tests.timeline_logs import AHEAD, BEGIN, DECODE, PREFILL, D, P, Written, se
 
 
 def axis_of(written: Written, directory: Path) -> Axis:
-    return make_axis(join(read_logs([written.write(directory)])))
+    return Axis(join(read_logs([written.write(directory)])))
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ class Checked(HTMLParser):
 
 def seen_of(axis: Axis) -> Seen:
     presence = Presence(axis)
-    return Seen(Logs(), presence, ground(presence), find_leaks(axis.service, presence))
+    return Seen(Logs(), presence, ground(presence), find_leaks(presence))
 
 
 def check_outputs(axis: Axis, found: list[Story]) -> None:

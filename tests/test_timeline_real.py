@@ -14,7 +14,7 @@ import pytest
 import structlog
 
 from asynckv import Engine, EngineConfig, LogConfig, PrefillRanks
-from asynckv.tools.diagnose.axis import Axis, make_axis
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.records import read_logs
 from asynckv.tools.diagnose.timeline_model import stories
@@ -98,7 +98,7 @@ async def run(directory: Path, set_after: int = 0, by: float = 0.0, number: int 
             if set_after and i == set_after:
                 await decode.ask("put_forward", seconds=by)
             assert await decode.ask("pull", number=i, params=await prefill.ask("lend", number=i)) == 3 * 16384
-    return make_axis(join(read_logs([directory])))
+    return Axis(join(read_logs([directory])))
 
 
 def check(axis: Axis, shifts: Sequence[float]) -> float:
@@ -140,7 +140,7 @@ def test_simulated_hosts_are_where_they_truly_are(make: Any, tmp_path: Path) -> 
         directory = tmp_path / str(seed)
         logs.write(directory)
         read = read_logs(sorted(directory.glob("*.jsonl")))
-        axis = make_axis(join(read))
+        axis = Axis(join(read))
         hosts = {str(directory / x.file_name): x.host for x in logs.processes}
         host_of = {x.incarnation: hosts[x.where.rsplit(":", 1)[0]] for x in read.records}
         for process in axis.service.processes.values():

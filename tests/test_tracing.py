@@ -121,6 +121,15 @@ async def test_a_lease_that_is_cut_short_has_its_span_and_is_counted(sim: Bench,
         decode.data.finish()
 
 
+async def test_places_without_a_block_are_no_blocks_of_a_span(sim: Bench, spans: Spans) -> None:
+    async with sim.pair() as (prefill, _, group):
+        Tracing(prefill.engine, provider=spans.provider)
+        prefill.engine.lend(group.make_params("r", [(0, [None, 1])], 32, trace={"traceparent": TRACEPARENT}))
+        await passing(sim, asyncio.create_task(prefill.engine.aclose(0.0)))
+        (lease,) = spans.of("asynckv.lease", "r")
+        assert attributes(lease)["asynckv.blocks"] == 1
+
+
 async def test_durations_of_spans_are_those_of_the_log(sim: Bench, spans: Spans) -> None:
     async with sim.pair() as (prefill, decode, group):
         Tracing(prefill.engine, decode.engine, provider=spans.provider)

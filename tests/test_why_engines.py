@@ -18,7 +18,7 @@ from asynckv.layout import TokenShard
 from asynckv.tools import cli
 from asynckv.tools.diagnose import why_cli
 from asynckv.tools.diagnose.ask import Answer
-from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.findings import Seen, find
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks_live import records_of
@@ -83,7 +83,7 @@ def shown(answers: list[Answer], *, width: int = 100, top: int = 20) -> str:
 
 def found_in(answers: list[Answer]) -> tuple[dict[str, Any], str]:
     records = list(records_of(answers, 1e9))
-    presence = Presence(make_axis(join(records)))
+    presence = Presence(Axis(join(records)))
     seen = Seen(Logs(records), presence, ground(presence), [], answers=answers)
     document = report(find(seen), seen)
     out = io.StringIO()

@@ -46,31 +46,18 @@ from asynckv.observe.setup import LEVELS, file_sink, logger_for
 from asynckv.told import MAX_NAMED, Told, short
 from asynckv.version import VERSION
 
-SAME_S = 1.0
-"""Seconds after a failure in which further ones with the same words get a short line."""
-
-AWAY_PER_S, MAX_AWAY = 0.1, 3.0
-"""Rate and burst of the warnings that the loop was away."""
-LONGER = 1.5
-"""Factor over the last logged absence from which an absence is logged whatever the rate."""
+SAME_S = 1.0  # seconds after a failure in which further ones with the same words get a short line
+AWAY_PER_S, MAX_AWAY = 0.1, 3.0  # rate and burst of the warnings that the loop was away
+LONGER = 1.5  # factor over the last logged absence from which an absence is logged whatever the rate
 MAX_RANKS = 8
 
-MAX_TOLD = 32
-"""Number of similar ends that get a line each, at once and then one per second; the others share lines."""
-
-PROMPTS_PER_S, MAX_PROMPTS = 1 / 60, 6.0
-"""Rate and burst of the lines about prompts that were counted, except warnings."""
-
+MAX_TOLD = 32  # number of similar ends that get a line each, at once and then one per second; the others share lines
+PROMPTS_PER_S, MAX_PROMPTS = 1 / 60, 6.0  # rate and burst of the lines about prompts that were counted, except warnings
 NEVER = logging.CRITICAL + 1
 NO_MORE: Mapping[str, Any] = MappingProxyType({})
-MAX_FIELD = 4096
-"""Maximum length of any field, in characters."""
-
-MAX_HISTORY = 128
-"""Number of logged entries of a history: the first quarter, then the last ones."""
-
-LATE_S = 0.1
-"""Delay from which an expiry is logged as late, because the loop was away."""
+MAX_FIELD = 4096  # maximum length of any field, in characters
+MAX_HISTORY = 128  # number of logged entries of a history: the first quarter, then the last ones
+LATE_S = 0.1  # delay from which an expiry is logged as late, because the loop was away
 
 
 def phases(pull: Pull) -> dict[str, float]:
@@ -120,15 +107,14 @@ class Recorder(Observer):
     def __init__(self, config: LogConfig, **bound: Any) -> None:
         self._config = config
         self._log, self._log_level = logger_for(**bound)
-        self._bound, self._sink, self._sink_level = bound, None if not config.file else file_sink(config, bound), 0
+        self._bound, self._sink = bound, file_sink(config, bound) if config.file else None
         self._sink_level = LEVELS[config.level] if self._sink is not None else NEVER
         self._level = min(self._log_level, self._sink_level)
         self._sampler = Sampler(config.successes_per_s)
         self._slow = Limiter(config.slow_per_s, max(config.slow_per_s, 1.0) if config.slow_per_s else 0.0)
         self._skipped = 0
         self._is_closed = False
-        self.num_failed = 0
-        """Number of events for which the application's logging raised."""
+        self.num_failed = 0  # number of events for which the application's logging raised
         self._rates: dict[type[Told], Rate] = {}
         self._failures: dict[tuple[Reason | None, str], tuple[float, str]] = {}
         self._told, self._groups = Limiter(1.0, MAX_TOLD), dict[tuple[Any, str, str], list[dict[str, Any]]]()
@@ -216,19 +202,13 @@ class Recorder(Observer):
         if like:
             self._ended_alike(ended, told.PullsEndedAlike, pull.params.engine_id, now)
             return
-        is_failed, head = pull.failed_in and not is_discharge, head_start_of(pull)
         ended = msgspec.structs.replace(
             ended,
-            failed_in=pull.failed_in if is_failed else "",
             failed_with=[*pull.blame.ranks[:MAX_NAMED]] or None,
             how=pull.blame.how or "",
-            detail=pull.detail if is_failed else "",
-            waited_for=short(pull.waited_for) if is_failed else "",
             peer_ranks=[source.name for source in pull.sources[:MAX_NAMED]],
             read_ranks=[source.name for source in pull.sources if source.reads][:MAX_NAMED],
             bytes=pull.measures.num_bytes if pull.reason is Reason.COMPLETE else 0,
-            pieces=None if head is None else head.num_pieces,
-            piece_bytes=None if head is None else head.num_bytes,
             descriptors=pull.measures.num_descriptors,
             posts=pull.num_posted,
             rereads=pull.measures.rereads,
@@ -239,6 +219,10 @@ class Recorder(Observer):
             history=None if good and not slow else _relative(pull.history),
             successes_not_logged=self._skip_count(),
         )
+        if pull.failed_in and not is_discharge:
+            ended.failed_in, ended.detail, ended.waited_for = pull.failed_in, pull.detail, short(pull.waited_for)
+        if (head := head_start_of(pull)) is not None:
+            ended.pieces, ended.piece_bytes = head.num_pieces, head.num_bytes
         self.log(ended, level="info" if good and not slow else "warning")
 
     def _same_as(self, pull: Pull, now: float) -> str:
@@ -360,29 +344,20 @@ class Recorder(Observer):
                 lease.discharged[x].name: lease.discharged[x].outcome.value
                 for x in heapq.nsmallest(MAX_NAMED, lease.discharged)
             },
-            blocks=_num_blocks(lease),
+            blocks=lent_blocks(lease),
             packed=lease.num_packed or None,
             offers=lease.offers,
             successes_not_logged=self._skip_count(),
         )
-        if lease.state is LeaseState.RELEASED:
-            self.log(ended)
-            return
-        late_s = min(lease.ended_at, now) - lease.expires_at if lease.state is LeaseState.EXPIRED else 0.0
-        owed = list(waits_for(lease, MAX_NAMED))
-        ended = msgspec.structs.replace(
-            ended,
-            owed=owed,
-            claims=_claims(lease),
-            refused=_refused(lease),
-            revoked_by=lease.revoked_by,
-            late_s=round(late_s, 3) if late_s > LATE_S else None,
-            history=_relative(lease.history),
-        )
+        if lease.state is LeaseState.EXPIRED and (late_s := min(lease.ended_at, now) - lease.expires_at) > LATE_S:
+            ended.late_s = round(late_s, 3)
+        if lease.state is not LeaseState.RELEASED:
+            ended.owed, ended.claims = list(waits_for(lease, MAX_NAMED)), _claims(lease)
+            ended.refused, ended.revoked_by, ended.history = _refused(lease), lease.revoked_by, _relative(lease.history)
         if good:
             self.log(ended)
         else:
-            self._ended_alike(ended, told.LeasesEndedAlike, str(owed), now, lease.history)
+            self._ended_alike(ended, told.LeasesEndedAlike, str(ended.owed), now, lease.history)
 
     def lease_lent(self, lease: Lease, params: KVTransferParams, now: float) -> None:
         """Log that a request was lent, and decide whether its grants and its successful end are logged too."""
@@ -393,7 +368,7 @@ class Recorder(Observer):
         self.log(
             told.LeaseLent(
                 *_lease_ids(lease),
-                blocks=_num_blocks(lease),
+                blocks=lent_blocks(lease),
                 lease_s=lease.lent.lease_s,
                 readers=readers if readers > 1 else None,
                 successes_not_logged=self._skip_count(),
@@ -407,12 +382,11 @@ class Recorder(Observer):
         level: told.Level = "info" if held.is_orderly else "warning"
         for lease in (x for x, _ in found if isinstance(x, Lease)):
             lease.is_sampled = True  # otherwise no line may say that this warning is over
+        alike: dict[str, Any] = {"state": held.state, "waits": held.waits, "requests": held.number}
         if leases := [_held_lease(x, status) for x, status in found if isinstance(x, Lease)]:
-            self.log(
-                told.LeaseHeld(state=held.state, waits=held.waits, requests=held.number, oldest=leases), level=level
-            )
+            self.log(told.LeaseHeld(**alike, oldest=leases), level=level)
         elif pulls := [_held_pull(x, status) for x, status in found if isinstance(x, Pull)]:
-            self.log(told.PullHeld(state=held.state, waits=held.waits, requests=held.number, oldest=pulls), level=level)
+            self.log(told.PullHeld(**alike, oldest=pulls), level=level)
 
     def peer_changed(self, peer: Peer, before: PeerState, after: PeerState, now: float) -> None:
         """Log a peer's transition. A peer that said goodbye, and with which no pull failed, is no warning."""
@@ -422,18 +396,10 @@ class Recorder(Observer):
             self.log(told.SetupDoubtful(f"{both}; give each engine an engine_id of its own"))
         over = after is PeerState.GONE
         bad = after in (PeerState.SUSPECT, PeerState.NEW) or (over and (peer.num_failed or not peer.is_orderly))
-        said = peer.detail and (bad or over)
-        changed = told.PeerChanged(
-            peer=peer.name,
-            address=peer.address,
-            peer_incarnation=peer.incarnation,
-            before=before.value,
-            state=after.value,
-            cause=str(peer.reason) if said else "",
-            how=(peer.how or "") if said else "",
-            detail=peer.detail if said else "",
-            pulls_failed=(peer.num_failed or None) if said else None,
-        )
+        changed = told.PeerChanged(peer.name, peer.address, peer.incarnation, before.value, after.value)
+        if peer.detail and (bad or over):
+            changed.cause, changed.how, changed.detail = str(peer.reason), peer.how or "", peer.detail
+            changed.pulls_failed = peer.num_failed or None
         self.log(changed, level="warning" if bad else "info")
 
     def traced(self, subject: Pull | Lease, entries: Sequence[tuple[float, str | Note]]) -> None:
@@ -464,7 +430,8 @@ def _fields(event: Told | Note) -> dict[str, Any]:
     return said
 
 
-def _num_blocks(lease: Lease) -> int:
+def lent_blocks(lease: Lease) -> int:
+    """Return the number of blocks that were lent; places without a block do not count."""
     return sum(n for g in lease.lent.groups for first, n in g.runs if first != NULL)
 
 

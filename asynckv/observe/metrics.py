@@ -19,6 +19,7 @@ import time
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.resources import files
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 try:
@@ -193,11 +194,8 @@ def _families() -> dict[str, Metric]:
 
 def _add(family: Any, labels: tuple[str, ...], value: Any) -> None:
     if isinstance(value, Durations):
-        buckets, so_far = [], 0
-        for most, count in zip((*BUCKETS_S, math.inf), value.counts, strict=True):
-            so_far += count
-            buckets.append(("+Inf" if most == math.inf else f"{most:g}", so_far))
-        family.add_metric(labels, buckets, value.total_s)
+        bounds = *(f"{most:g}" for most in BUCKETS_S), "+Inf"
+        family.add_metric(labels, [*zip(bounds, accumulate(value.counts), strict=True)], value.total_s)
     else:
         family.add_metric(labels, value if isinstance(value, dict) else float(value))
 

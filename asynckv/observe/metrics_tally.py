@@ -21,9 +21,7 @@ BUCKETS_S = (*(m * 10.0**e for e in range(-4, 2) for m in (1.0, 2.5, 5.0)), 100.
 """Bounds of buckets: a small pull on one host takes some 300 us, one that misses its deadline 30 s or more."""
 
 MAX_PEERS = 32
-LEFT = "left"
-"""State of a gone peer that said goodbye, or had not been needed for long, and with which no pull failed."""
-
+LEFT = "left"  # state of a gone peer that said goodbye, or had not been needed for long, and with which no pull failed
 OTHER = "other"
 """Name of all engines beyond `MAX_PEERS`, because engines restart for ever, and each name keeps a series."""
 

@@ -43,12 +43,8 @@ LINE_BYTES = 256
 
 NESTED = frozenset({dict, list, tuple, set, frozenset})
 
-GATHER_S = 0.5
-"""Seconds between writes unless there is a warning, because each write costs a busy loop 0.1 ms."""
-
-CLOSE_S = 2.0
-"""Seconds that closing a sink waits for unwritten lines."""
-
+GATHER_S = 0.5  # seconds between writes unless there is a warning, because each write costs a busy loop 0.1 ms
+CLOSE_S = 2.0  # seconds that closing a sink waits for unwritten lines
 Line = tuple[float, str, str, Mapping[str, Any], Mapping[str, Any]]
 """Time, level, event, the fields of every line of the engine, and the fields of this one."""
 
@@ -81,8 +77,7 @@ class FileSink:
         self._lines = _Lines(self._mutex)
         self._thread: threading.Thread | None = None
         self._is_starting = False
-        self._told = 0
-        """Number of dropped lines that a written line has reported."""
+        self._told = 0  # number of dropped lines that a written line has reported
         self._told_trouble = ""
 
     @classmethod
@@ -270,8 +265,7 @@ class _File(RotatingFileHandler):
     def __init__(self, path: str, max_bytes: int, backups: int) -> None:
         super().__init__(path, maxBytes=max_bytes, backupCount=backups, encoding="utf-8", delay=True)
         self.num_written = 0
-        self.trouble = ""
-        """Reason why the full file is still written."""
+        self.trouble = ""  # reason why the full file is still written
         self._size = self._limit = 0
         self._identity: tuple[int, int] | None = None
 

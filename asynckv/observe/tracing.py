@@ -22,6 +22,7 @@ from asynckv.core.limits import remember
 from asynckv.core.notes import Note
 from asynckv.core.pull import Pull, PullState
 from asynckv.core.types import KVTransferParams, PullId, Reason, rank_name
+from asynckv.observe.log import lent_blocks
 from asynckv.observe.observer import Observer, observation_of
 from asynckv.scheduler import trace_of
 
@@ -137,7 +138,7 @@ class Tracing(Observer):
                 "asynckv.sequence": lent.key.sequence,
                 "asynckv.engine_id": engine_id,
                 "asynckv.tp_rank": lent.tp_rank,
-                "asynckv.blocks": sum(n for group in lent.groups for _, n in group.runs),
+                "asynckv.blocks": lent_blocks(lease),
                 "asynckv.lease.end": end,
                 "asynckv.lease.owed": waits_for(lease, MAX_NAMED),
             }

@@ -147,8 +147,7 @@ def print_unpadded(console: Console, what: RenderableType, *, is_whole: bool = F
     if console.is_terminal:
         console.print(what, highlight=False)
         return
-    drawn = Console(file=io.StringIO(), width=MOST_WIDE if is_whole else console.width, color_system=None)
-    with drawn.capture() as captured:
-        drawn.print(what, highlight=False)
-    for line in captured.get().removesuffix("\n").split("\n"):
+    text, width = io.StringIO(), MOST_WIDE if is_whole else console.width
+    Console(file=text, width=width, color_system=None).print(what, highlight=False)
+    for line in text.getvalue().removesuffix("\n").split("\n"):
         console.print(line.rstrip(), markup=False, highlight=False, soft_wrap=True)

@@ -37,10 +37,12 @@ from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from asynckv.arguments import without_control
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.causes import CATALOGUE, CAUSE, HEADING
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.leaks_values import Leak
+from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import read_logs
 from tests.lab.leaky import make_leaky
 from tests.lab.logs import Logs, ProcessLog
@@ -312,7 +314,7 @@ def conclude(logs: Logs, mode: str, directory: Path) -> list[Leak]:
     """Have `asynckv.tools.diagnose` look at the logs of both sides, or of one."""
     side = {"prefill": "prefill", "decode": "decode"}.get(mode, "")
     paths = [directory / x.file_name for x in logs.processes if x.engine_id.startswith(side) and x.times]
-    return find_leaks(join(read_logs(paths))) if paths else []
+    return find_leaks(Presence(Axis(join(read_logs(paths))))) if paths else []
 
 
 def one(

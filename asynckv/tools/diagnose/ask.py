@@ -197,8 +197,7 @@ def is_of_no_host(text: str) -> bool:
     return False
 
 
-_Ask = Callable[[StatusRequest], Awaitable[Status]]
-"""Ask one question over a connection, until there is an answer."""
+_Ask = Callable[[StatusRequest], Awaitable[Status]]  # ask one question over a connection, until there is an answer
 
 
 class _Asker:

@@ -117,26 +117,24 @@ def _of_lease(lease: LoggedLease, pulls: Iterable[LoggedPull]) -> Iterator[Pair]
     granted = {x.text("pull_id"): x.at for x in reversed(lease.granted)}
     claimed = {x.pull_id: lease.lent_at + x.claimed_s for x in lease.claims.values() if not math.isnan(x.claimed_s)}
     released_by = set(map(start_of, lease.released))
-    for pull in pulls:
-        if pull.ended is None:
-            continue
+    for pull, ended in ((x, x.ended) for x in pulls if x.ended is not None):
         at = granted.get(pull.pull_id, claimed.get(pull.pull_id, lease.lent_at))
-        if lease.process.rank in pull.ended.texts("read_ranks") and is_time(at):
-            yield Pair(lease.process, at, pull.process, pull.ended.at)
+        if lease.process.rank in ended.texts("read_ranks") and is_time(at):
+            yield Pair(lease.process, at, pull.process, ended.at)
         if lease.ended is not None and pull.process.start in released_by:
-            yield Pair(pull.process, pull.ended.at, lease.process, lease.ended.at)
+            yield Pair(pull.process, ended.at, lease.process, lease.ended.at)
 
 
 class Axis:
-    """All times of a service, by one clock of each group."""
+    """All times of a service, by one clock of each group; the service's own exchanges count if none are given."""
 
-    def __init__(self, service: Service, pairs: Iterable[Pair]) -> None:
+    def __init__(self, service: Service, pairs: Iterable[Pair] | None = None) -> None:
         self.service = service
         self.references: list[Process] = []  # the process with the reference clock of each group
         self.conflicts: list[tuple[str, str, float]] = []  # two clocks with contradicting exchanges; seconds
         self._offsets: dict[str, Offset] = {}
         ahead: dict[str, dict[str, float]] = defaultdict(dict)  # how far the second clock is ahead of the first at most
-        for pair in pairs:
+        for pair in exchanges(service) if pairs is None else pairs:
             found, effect = ahead[pair.cause.clock], pair.effect.clock
             found[effect] = min(pair.effect_at - pair.cause_at, found.get(effect, math.inf))
         for one, other in ((x, y) for x in list(ahead) for y in ahead[x] if x <= y):
@@ -245,7 +243,3 @@ def shown_seconds(seconds: float) -> str:
             value = seconds * scale
             return f"{value:.{max(0, 2 - math.floor(math.log10(abs(value)) + 1e-9))}f} {unit}"
     return f"{seconds * 1e6:.0f} µs"
-
-
-def make_axis(service: Service) -> Axis:
-    return Axis(service, exchanges(service))

@@ -36,74 +36,39 @@ class HEADING(enum.StrEnum):
     UNKNOWN = "not known"
 
 
-class OwnerView(enum.Enum):
-    """A prefill rank's view of a reader that it waits for, and the end of its lease, from its log."""
+OwnerView = enum.Enum("OwnerView", "UNCLAIMED CLAIMED RETRYING REFUSED CLOSED DIED UNKNOWN READ FAILED")
+"""A prefill rank's view of a reader that it waits for, and the end of its lease, from its log."""
 
-    UNCLAIMED, CLAIMED, RETRYING, REFUSED, CLOSED, DIED, UNKNOWN, READ, FAILED = range(9)
+ReaderView = enum.Enum(
+    "ReaderView",
+    "ANY NO_LOG UNHEARD LEFT_OUT NONE_RUNS ABSENT RENAMED EARLY WRONG_TARGET STALE KEYS KEYS_HERE UNMET REFUSED TWICE "
+    "BROKEN REFUSED_HERE OVERSTAYED ANNOUNCED DIED CLOSED AWAY OWNER_AWAY OWNER_CLOSED OWNER_DIED PLANE_DIED "
+    "UNANSWERED RETRIES ELSEWHERE READING LATE WAITING TIMED_OUT UNLENT OVERTAKEN STUCK IDLE DIFFERS UNOFFERED "
+    "OTHER_TICKET",
+)
+"""The view of a reader and its process, from logs: the first of these that would have been enough by itself."""
 
-
-class ReaderView(enum.Enum):
-    """The view of a reader and its process, from logs: the first of these that would have been enough by itself."""
-
-    ANY, NO_LOG, UNHEARD, LEFT_OUT, NONE_RUNS, ABSENT, RENAMED, EARLY = range(8)
-    WRONG_TARGET, STALE, KEYS, KEYS_HERE, UNMET, REFUSED, TWICE, BROKEN, REFUSED_HERE = range(8, 17)
-    OVERSTAYED, ANNOUNCED, DIED, CLOSED, AWAY, OWNER_AWAY, OWNER_CLOSED = range(17, 24)
-    OWNER_DIED, PLANE_DIED, UNANSWERED, RETRIES, ELSEWHERE, READING, LATE, WAITING = range(24, 32)
-    TIMED_OUT, UNLENT, OVERTAKEN, STUCK, IDLE, DIFFERS, UNOFFERED, OTHER_TICKET = range(32, 40)
-
-
-class CAUSE(enum.StrEnum):
-    """Causes of late blocks. The values are stable."""
-
+CAUSE = enum.StrEnum(
+    "CAUSE",
     # never claimed
-    NEVER_SHOOK_HANDS = "never_shook_hands"
-    KEYS_REFUSED = "keys_refused"
-    LISTENER_UNLISTED = "listener_unlisted"
-    WRONG_TARGET = "wrong_target"
-    STALE_PARAMS = "stale_params"
-    NEVER_HEARD_OF = "never_heard_of"
-    NO_READER_RUNS = "no_reader_runs"
-    NO_STEP = "no_step"
-    RANK_NEVER_SPOKE = "rank_never_spoke"
-    DECODE_UNRESPONSIVE = "decode_unresponsive"
-    NEVER_CLAIMED = "never_claimed"
+    "NEVER_SHOOK_HANDS KEYS_REFUSED LISTENER_UNLISTED WRONG_TARGET STALE_PARAMS NEVER_HEARD_OF NO_READER_RUNS NO_STEP "
+    "RANK_NEVER_SPOKE DECODE_UNRESPONSIVE NEVER_CLAIMED "
     # claimed or not, and never released
-    READER_DIED = "reader_died"
-    READER_CLOSED = "reader_closed"
-    NO_ATTEMPT_FOLLOWED = "no_attempt_followed"
-    RETRIED_ELSEWHERE = "retried_elsewhere"
-    ANNOUNCED_AND_FORGOTTEN = "announced_and_forgotten"
-    LEASE_TOO_SHORT = "lease_too_short"
-    MAX_LEASE = "max_lease"
-    DECODE_LOOP_AWAY = "decode_loop_away"
-    SCHEDULER_STUCK = "scheduler_stuck"
-    READER_SILENT = "reader_silent"
+    "READER_DIED READER_CLOSED NO_ATTEMPT_FOLLOWED RETRIED_ELSEWHERE ANNOUNCED_AND_FORGOTTEN LEASE_TOO_SHORT MAX_LEASE "
+    "DECODE_LOOP_AWAY SCHEDULER_STUCK READER_SILENT "
     # the release
-    OTHER_REQUEST_ID = "other_request_id"
-    RELEASE_REFUSED = "release_refused"
-    RELEASE_TOO_EARLY = "release_too_early"
-    RELEASE_LOST = "release_lost"
-    RELEASE_UNANSWERED = "release_unanswered"
+    "OTHER_REQUEST_ID RELEASE_REFUSED RELEASE_TOO_EARLY RELEASE_LOST RELEASE_UNANSWERED "
     # the prefill engine
-    PREFILL_LOOP_AWAY = "prefill_loop_away"
-    PREFILL_DIED = "prefill_died"
-    PREFILL_CLOSED = "prefill_closed"
+    "PREFILL_LOOP_AWAY PREFILL_DIED PREFILL_CLOSED "
     # bytes
-    BYTES_DIFFER = "bytes_differ"
+    "BYTES_DIFFER "
     # transfers that might still write
-    STUCK_TRANSFER = "stuck_transfer"
-    DATA_PLANE_DIED = "data_plane_died"
+    "STUCK_TRANSFER DATA_PLANE_DIED "
     # neither
-    TIMEOUT_TOO_SHORT = "timeout_too_short"
-    NOT_LENT_IN_TIME = "not_lent_in_time"
-    PREFILL_LENDS_NOTHING = "prefill_lends_nothing"
-    NO_OFFER = "no_offer"
-    OTHER_TICKET = "other_ticket"
-    PARAMS_GIVEN_TWICE = "params_given_twice"
-    CONNECTION_LOST = "connection_lost"
-    REFUSED_LOCALLY = "refused_locally"
-    NOT_KNOWN = "not_known"
-    STILL_HELD = "still_held"
+    "TIMEOUT_TOO_SHORT NOT_LENT_IN_TIME PREFILL_LENDS_NOTHING NO_OFFER OTHER_TICKET PARAMS_GIVEN_TWICE CONNECTION_LOST "
+    "REFUSED_LOCALLY NOT_KNOWN STILL_HELD",
+)
+"""Causes of late blocks. The values are their names in small letters, and stable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +88,7 @@ SAID |= {ReaderView[name]: words for name, words in _ROWS.pop("readers").items()
 
 WELL: Mapping[str, str] = _ROWS.pop("well")
 """Ends of a pull that are no failures, with the reason for which they are well."""
-NEVER: Mapping[str, str] = _ROWS.pop("never")
-"""Reasons that never end a pull."""
+NEVER: Mapping[str, str] = _ROWS.pop("never")  # reasons that never end a pull
 FAILED_AS = {reason: ReaderView[name] for name, reasons in _ROWS.pop("failed_as").items() for reason in reasons}
 """Evidence of a pull's cause, if no other event explains it; reasons of later versions are not known."""
 REFUSED_AS = {reason: ReaderView[name] for name, reasons in _ROWS.pop("refused_as").items() for reason in reasons}

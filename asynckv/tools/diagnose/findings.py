@@ -28,7 +28,7 @@ from asynckv.tools.diagnose.leaks_values import Leak, listed, some
 from asynckv.tools.diagnose.pauses import Pause, longest, pauses
 from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record, integer
-from asynckv.tools.diagnose.stalls import last_stall, longest_stall
+from asynckv.tools.diagnose.stalls import last_stall, stalls
 from asynckv.tools.diagnose.timeline_model import Ground, families, last_attempt
 
 NOT_JUDGED = "Nothing wrong was found, but not all could be judged"
@@ -93,7 +93,6 @@ class Findings:
     limits: Sequence[Finding] = ()  # what was expected, and could not be judged: without one, all is well
     notes: Sequence[Finding] = ()  # what else was seen
     late: Sequence[Leak] = ()  # every request that was late; the findings tell of them in groups
-    copies: Sequence[LateCopy] = ()  # every store and load that did not end
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +113,10 @@ class Seen:
     @property
     def service(self) -> Service:
         return self.presence.service
+
+    def is_past(self, record: Record) -> bool:
+        """Return True if a line is of before the time in question."""
+        return self.axis.at(self.service.processes[record.incarnation], record.at) < self.since
 
 
 def find(seen: Seen) -> Findings:
@@ -142,7 +145,7 @@ def find(seen: Seen) -> Findings:
     limits = [*_limits(seen), *(x for x in warned if x.code not in told.EVENTS)]
     notes = [*also, *_notes(seen), *(x for is_wrong, x in computed if not is_wrong)]
     notes += [x for x in warned if x.code in told.EVENTS]
-    return Findings(wrong, limits, notes, asked, seen.copies)
+    return Findings(wrong, limits, notes, asked)
 
 
 def _unexplained(asked: Sequence[Leak], there: Sequence[Finding], stalled: Sequence[Finding]) -> list[Leak]:
@@ -244,7 +247,7 @@ def _stalled(
         rank = process.rank
         mine = [x for x in failed if x.verdict.cause is STUCK and x.verdict.names["by"] == rank]
         now = None if seen.presence.fate(process).is_over else last_stall(process)
-        worst = longest_stall(process)
+        worst = max(stalls(process), key=lambda x: x.seconds, default=None)
         late = [x for x in seen.late if _is_step_of(x, rank)] if worst is not None else []
         if not (now or mine or late):
             continue
@@ -291,12 +294,10 @@ def _late(late: Sequence[Leak]) -> Iterator[Finding]:
 
 def _of(late: Sequence[Leak | Failure]) -> tuple[tuple[str, ...], int]:
     """Return the names of late requests, and of those with failed pulls, and the number of their late blocks."""
-    blocks: dict[tuple[str, str, int], int] = {}  # of a request that is late on both sides, on the one that has more
-    for leak in late:
-        if isinstance(leak, Leak):
-            blocks[_key(leak)] = max(blocks.get(_key(leak), -1), leak.blocks)
+    blocks = grouped((_key(x), x.blocks) for x in late if isinstance(x, Leak))
     failed = (p.prefill_request_id or p.request_id for x in late if isinstance(x, Failure) for p in x.pulls)
-    known = [x for x in blocks.values() if x >= 0]
+    # Of a request that is late on both sides, the one with more blocks counts.
+    known = [most for each in blocks.values() if (most := max(each)) >= 0]
     names = tuple(request_id for _, request_id, _ in blocks)
     return names + tuple(dict.fromkeys(x for x in failed if x not in names)), sum(known) if known else -1
 
@@ -316,7 +317,7 @@ def _refusals(seen: Seen) -> list[Record]:
     """Return pulls that decode engines refused by themselves, of requests without a complete pull."""
     requests = (r for r in seen.service.requests if not any(p.cause == "complete" for p in r.all_pulls))
     refused = (x for r in requests for x in r.before if x.event == told.PullRefused.event)
-    return [x for x in refused if not x.at < seen.since]
+    return [x for x in refused if not seen.is_past(x)]
 
 
 def _refused(seen: Seen) -> Iterator[Finding]:
@@ -333,7 +334,7 @@ def _refused(seen: Seen) -> Iterator[Finding]:
 
 def _failed(seen: Seen) -> list[Failure]:
     """Find failed pulls by reason and by rank, except repeated attempts and late requests."""
-    axis, told = seen.axis, set(map(_key, seen.late))
+    told = set(map(_key, seen.late))
     last: set[LoggedPull] = set()
     for family in families(seen.service.requests):
         if told.isdisjoint(map(_key, family)):
@@ -341,7 +342,7 @@ def _failed(seen: Seen) -> list[Failure]:
 
     def counts(pull: LoggedPull) -> bool:
         is_final = pull in last and not pull.will_be_tried_again
-        return is_final and pull.ended is not None and not axis.at(pull.process, pull.ended.at) < seen.since
+        return is_final and pull.ended is not None and not seen.is_past(pull.ended)
 
     return failures(seen.presence, counts)
 
@@ -364,7 +365,7 @@ def _differ(seen: Seen, failed: Sequence[Failure]) -> Iterator[Finding]:
     answers = () if math.isfinite(seen.since) else seen.answers
     counts = {x.account.incarnation: x.account.facts.counters.get("pulls.differs") for x in answers}
     for process in (x for x in seen.service.processes.values() if x not in reported):
-        lines = [x for x in process.of(told.BytesDiffer) if not seen.axis.at(process, x.at) < seen.since]
+        lines = [x for x in process.of(told.BytesDiffer) if not seen.is_past(x)]
         if number := integer(counts.get(process.incarnation), len(lines)):
             owners, names = (tuple(x.text(name) for x in lines) for name in ("peer", "request_id"))
             who = f"{process.rank} from {listed(owners) or 'prefill ranks'}"
@@ -400,7 +401,7 @@ def _prompts(seen: Seen) -> Iterator[tuple[bool, Finding]]:
     """Find the shares of prompts that engines computed by themselves, by cause; True with those that are wrong."""
     for process in seen.service.processes.values():
         lines = list(process.of(told.PromptsCounted))
-        new = [x for x in lines if not seen.axis.at(process, x.at) < seen.since]
+        new = [x for x in lines if not seen.is_past(x)]
         so_far = [Counter(), *map(_counts, lines)][-len(new) - 1 :]
         steps = [after - before for before, after in itertools.pairwise(so_far)]
         rows = [x for x in new if x.integer("in_a_row", 0) >= told.MANY_PROMPTS]
@@ -487,7 +488,7 @@ def _away(found: Sequence[Pause], late: Iterable[Leak | Failure]) -> tuple[list[
 def _logged(seen: Seen, level: str) -> Iterator[Finding]:
     """Find events at a level that no other finding reports, by event and process."""
     lines = ((x, process) for process in seen.service.processes.values() for x in process.records if x.level == level)
-    found = grouped(((x.event, process.base), x) for x, process in lines if not _is_said_elsewhere(seen, process, x))
+    found = grouped(((x.event, process.base), x) for x, process in lines if not _is_said_elsewhere(seen, x))
     for (event, base), same in sorted(found.items(), key=lambda x: -len(x[1])):
         first = same[0]
         texts = [x for name in ("cause", "detail", "error", "who", "peer", "reader") if (x := first.text(name))]
@@ -497,9 +498,9 @@ def _logged(seen: Seen, level: str) -> Iterator[Finding]:
         yield Finding(HEADING.UNKNOWN, event, what, evidence, "See docs/logging.md.", ranks=(first.rank,))
 
 
-def _is_said_elsewhere(seen: Seen, process: Process, record: Record) -> bool:
+def _is_said_elsewhere(seen: Seen, record: Record) -> bool:
     is_copy = record.event == told.OffloadFailed.event and record.integer("held", 0) == 1
-    return is_copy or record.event in SAID_ELSEWHERE or seen.axis.at(process, record.at) < seen.since
+    return is_copy or record.event in SAID_ELSEWHERE or seen.is_past(record)
 
 
 def _waits(seen: Seen, waits: Sequence[standing.Waiting], told_of: Collection[str]) -> Iterator[Finding]:
@@ -520,8 +521,7 @@ def _open(seen: Seen, told_of: Collection[str]) -> Iterator[Finding]:
     """Find warnings of processes that nothing has ended, except about ranks that are reported."""
     known = {*told_of, *map(base_name, told_of)}
     for record, subject in standing.open_warnings(seen.presence):
-        at = seen.axis.at(seen.service.processes[record.incarnation], record.at)
-        if known.isdisjoint((record.text("peer") or record.rank, subject)) and not at < seen.since:
+        if known.isdisjoint((record.text("peer") or record.rank, subject)) and not seen.is_past(record):
             what = f"{record.event} of {record.rank}{f', {subject},' if subject else ''} is not over"
             texts = [x for name in ("state", "cause", "detail") if (x := record.text(name))]
             evidence, ranks = ", ".join(texts)[:MAX_TEXT], (record.rank,)
@@ -565,7 +565,7 @@ def _limits(seen: Seen) -> Iterator[Finding]:
     of_ranks = (
         ("half_read", standing.left_behind(presence), HALF_READ, ""),
         ("cut", standing.cut(presence), "the log of {} was cut: {}", UNSEEN),
-        ("dropped", standing.dropped(seen.logs.records, seen.since), DROPPED, UNSEEN),
+        ("dropped", standing.dropped(seen.logs.records, seen.is_past), DROPPED, UNSEEN),
         ("uncounted", standing.uncounted(presence, seen.answers), "{} has counted what no log shows: {}", UNSEEN),
     )
     for code, found, text, remedy in of_ranks:

@@ -36,8 +36,7 @@ from asynckv.tools.diagnose.clocks import PutBack, mended
 from asynckv.tools.diagnose.old_words import coded
 from asynckv.tools.diagnose.records import Logs, Record, number
 
-GATHERED_S = 11.0
-"""Most seconds by which a line is late: events about requests are gathered for some seconds."""
+GATHERED_S = 11.0  # most seconds by which a line is late: events about requests are gathered for some seconds
 FOLLOWS = frozenset(FollowState)
 DURATIONS = tuple(x for x in told.EngineStarted.__struct_fields__ if x.endswith("_s"))
 _RANK = re.compile(r"(?P<base>.+?/tp\d+)(?:@(?P<start>[0-9a-f]{1,64}))?(?: \(.*\))?\Z", re.DOTALL)
@@ -134,9 +133,7 @@ class Process:
 
     def of(self, *events: type[told.Told]) -> Iterator[Record]:
         """Yield its lines about itself and its peers; for several events, one after the other."""
-        if not self._by_event:
-            for record in self.records:
-                self._by_event.setdefault(record.event, []).append(record)
+        self._by_event = self._by_event or grouped((x.event, x) for x in self.records)
         return itertools.chain.from_iterable(self._by_event.get(x.event, ()) for x in events)
 
     def since(self, event: type[told.Told], at: float) -> Iterator[Record]:
@@ -250,7 +247,7 @@ class LoggedLease:
         for record in self.granted:
             claim(record.text("reader"), record.text("pull_id"), max(record.number("after_s"), 0.0))
         for record in self.held:
-            for name, said in _objects(record.fields.get("claims")):
+            for name, said in record.objects("claims").items():
                 claimed_s, heard_s = number(said.get("claimed_s")), number(said.get("heard_s"))
                 # Beside `claimed_s` it counts from when it was lent, as where a lease ends; alone it is an age.
                 if math.isnan(claimed_s):
@@ -261,7 +258,7 @@ class LoggedLease:
                 if isinstance(note, GrantedTo):
                     is_known = note.reader in out and out[note.reader].pull_id == note.pull_id
                     claim(note.reader, note.pull_id, at_s, math.nan if is_known else at_s)
-            for name, said in _objects(self.ended.fields.get("claims")):
+            for name, said in self.ended.objects("claims").items():
                 claim(name, said.get("pull_id") or "", number(said.get("claimed_s")), number(said.get("heard_s")))
         return out
 
@@ -283,13 +280,6 @@ class LoggedLease:
     @property
     def pull_ids(self) -> frozenset[str]:
         return frozenset(x.pull_id for x in self.claims.values() if x.pull_id)
-
-
-def _objects(value: object) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if isinstance(inner, dict):
-                yield str(name), inner
 
 
 def note_of(said: object) -> str | Note | None:

@@ -11,9 +11,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from asynckv.tools.diagnose.axis import make_axis
 from asynckv.tools.diagnose.causes import OwnerView, ReaderView
-from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Service
+from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest
 from asynckv.tools.diagnose.leaks_between import has_read, is_forgotten, spoken_of
 from asynckv.tools.diagnose.leaks_pulls import kept_s, unheard_releases, why_kept
 from asynckv.tools.diagnose.leaks_values import Leak, in_seconds, listed
@@ -21,18 +20,10 @@ from asynckv.tools.diagnose.leaks_why import Verdict, verdicts
 from asynckv.tools.diagnose.presence import LATE_S, UNDER_WAY_S, Presence
 
 
-def find_leaks(
-    service: Service, presence: Presence | None = None, of: Iterable[LoggedRequest] | None = None
-) -> list[Leak]:
-    """Find late requests, the oldest first.
-
-    Args:
-        service: Of `join`.
-        presence: The fates of its processes; if left out, they are judged by what is in the service.
-        of: Of these requests only.
-    """
-    known = presence or Presence(make_axis(service))
-    leaks = [leak for request in (service.requests if of is None else of) for leak in _of_request(known, request)]
+def find_leaks(presence: Presence, of: Iterable[LoggedRequest] | None = None) -> list[Leak]:
+    """Find late requests of a service, or only among some of its requests, the oldest first."""
+    requests = presence.service.requests if of is None else of
+    leaks = [leak for request in requests for leak in _of_request(presence, request)]
     return sorted(leaks, key=lambda x: (math.isnan(x.since), x.since if not math.isnan(x.since) else 0.0))
 
 

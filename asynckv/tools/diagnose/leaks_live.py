@@ -11,19 +11,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from asynckv import told
 from asynckv.account.inspect import RequestStatus
 from asynckv.edges.kernel import identity
-from asynckv.tools.diagnose.ask import Trouble
+from asynckv.tools.diagnose.ask import Answer, Trouble
 from asynckv.tools.diagnose.join import Logged, LoggedLease, LoggedPull, Process, Service, engine_of, start_of
 from asynckv.tools.diagnose.process import look, shows_all, verdict
 from asynckv.tools.diagnose.records import Record, integer
-
-if TYPE_CHECKING:
-    from asynckv.tools.diagnose.ask import Answer
-
 
 LEAST_S, LATE_S = 0.5, 10.0
 """Ages from which on blocks of failed copies, and requests of engines that do not say so, are held for long."""

@@ -46,10 +46,6 @@ class Failure(NamedTuple):
         return [x.ended.at for x in self.pulls if x.ended is not None]
 
     @property
-    def remedy(self) -> str:
-        return self.verdict.remedy
-
-    @property
     def sentence(self) -> str:
         ends, names = Counter(x.cause for x in self.pulls), self.verdict.names
         told_as = ", ".join(f"{number:,} {cause}" for cause, number in ends.most_common(4))
@@ -178,8 +174,7 @@ class _Failed:
             case R.REFUSED_HERE | R.CLOSED | R.STUCK:
                 return state, {"by": pull.process.rank, "reason": cause if state is R.REFUSED_HERE else ""}
             case _:
-                pass
-        return state, {"reason": cause} if cause == "unknown_key" else {}
+                return state, {"reason": cause} if cause == "unknown_key" else {}
 
     def _closed(self) -> ReaderView:
         """Tell a rank that closed during a pull from the reader's own end, and from params of one that had closed."""
@@ -196,8 +191,7 @@ class _Failed:
         if pull.failed_in == "handshake":
             states = (x.text("state") for y in pull.failed_with for x in said_of(pull.process, y))
             return R.TIMED_OUT if not pull.failed_with or {"loading", "ready"} & {*states} else R.UNMET
-        found = {"announced": R.ANNOUNCED, "": R.NO_LOG}
-        return found.get(pull.failed_in, R.TIMED_OUT)
+        return {"announced": R.ANNOUNCED, "": R.NO_LOG}.get(pull.failed_in, R.TIMED_OUT)
 
     def _unmet(self) -> Told:
         how = next(filter(None, (key_trouble_at(self.pull, x)[0] for x in self.ranks or ("",))), "")

@@ -18,11 +18,8 @@ from asynckv.tools.diagnose.axis import steps_of
 from asynckv.tools.diagnose.join import LoggedRequest, Service
 from asynckv.tools.diagnose.leaks_values import some
 
-SHOWN = 5
-"""Most ids, leases or pulls that are named."""
-
-MAX_LETTERS = 200
-"""Most characters of an id that is compared with others."""
+SHOWN = 5  # most ids, leases or pulls that are named
+MAX_LETTERS = 200  # most characters of an id that is compared with others
 
 
 def find_requests(service: Service, wanted: str, others: Iterable[str] = ()) -> list[LoggedRequest]:

@@ -71,8 +71,7 @@ def verdicts(presence: Presence, request: LoggedRequest, lease: LoggedLease, sta
         how = lease.ended.text("revoked_by") if lease.ended is not None else ""
         why = f"after {in_seconds(lease.seconds)} s; {how or fate.why}"
         return [Verdict(W.CLOSED, R.ANY, {"holder": holder, "owed": listed(lease.owed), "why": why}, lease.seconds)]
-    debts = (Debt(presence, request, lease, name) for name in dict.fromkeys(lease.owed or ("*",)))
-    return [debt.refused() or debt.verdict() for debt in debts]
+    return [Debt(presence, request, lease, name).verdict() for name in dict.fromkeys(lease.owed or ("*",))]
 
 
 class Debt:
@@ -153,7 +152,7 @@ class Debt:
 
     # -- what was refused --------------------------------------------------------------------------------------------
 
-    def refused(self) -> Verdict | None:
+    def of_its_refusals(self) -> Verdict | None:
         """Return a refused message as the cause, whatever the reader did afterwards."""
         name = self.name
         reader = name if start_of(name) else listed(x.process.rank for x in self.pulls) or name
@@ -437,8 +436,8 @@ class Debt:
     def of_its_time(self) -> Verdict | None:
         is_late, pull = self.outcome[0] > self.until, self.attempt
         if is_late and pull.cause == "peer_lost" and self.is_claimed:
-            died = next(((x, fate) for x, fate in self.lost if fate.kind == "died"), None)
-            return self._is(R.OWNER_DIED, fate=died[1], holder=died[0].rank) if died else self._is(R.BROKEN)
+            died = next((x for x, fate in self.lost if fate.kind == "died"), None)
+            return self._is(R.OWNER_DIED, holder=died.rank) if died is not None else self._is(R.BROKEN)
         if pull.cause == "not_lent_yet":  # by another rank, while this one's lease ran
             return self._is(R.LATE, about=(pull.process.rank, *pull.failed_with), reason=pull.cause)
         is_up = pull.cause in ("lease_lost", "expired", "timeout")
@@ -544,7 +543,7 @@ class Debt:
 
 Steps = tuple[Callable[[Debt], Verdict | None], ...]
 D = Debt
-ALWAYS: Steps = (D.of_forgotten, D.of_the_longest)
+ALWAYS: Steps = (D.of_its_refusals, D.of_forgotten, D.of_the_longest)
 SILENT: Steps = (D.of_no_log, D.of_its_state, D.of_its_last_word, D.of_its_loop)
 UNMET: Steps = (D.of_another_id, D.of_its_call, D.of_the_address, D.of_keys, D.of_no_handshake)
 DONE: Steps = (D.of_a_loop, D.of_a_promise, D.of_its_transfers, D.of_its_time, D.of_its_release)

@@ -21,7 +21,7 @@ from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.join import LoggedLease, LoggedPull, LoggedRequest, Process, start_of
 from asynckv.tools.diagnose.leaks_values import in_seconds
 from asynckv.tools.diagnose.records import Record
-from asynckv.tools.diagnose.stalls import had_no_step, stalled_s
+from asynckv.tools.diagnose.stalls import stalled_s
 
 AT_ONCE_S = 0.01  # lines of one moment are written within this time; promises are of whole milliseconds
 LATE_S = 1.0  # longest delay of the line about an expired lease, unless a loop is away
@@ -152,7 +152,8 @@ class Presence:
             self._heard[process.incarnation] = max(known, self.when(other, at)[0])
 
     def _fate(self, process: Process) -> Fate:
-        (low, high), ends = self.when(process, process.last_at), f"its log ends at {self._last_line(process)}"
+        low, high = self.when(process, process.last_at)
+        ends = f"its log ends at {self._shown(process, process.last_at)}"
         end = _End(low, high, ends, f"{ends} without a goodbye")
         if not process.num_records:
             end = _End(-math.inf, high, none := "there is no log of it", none)
@@ -194,14 +195,11 @@ class Presence:
 
     def _by_silence(self, process: Process, end: _End) -> Fate:
         if not process.says_info:
-            return end.silent(f"its log has warnings only, the last of {self._last_line(process)}")
+            return end.silent(f"its log has warnings only, the last of {self._shown(process, process.last_at)}")
         if self._is_overdue(process):
             why = f"{end.silently}, and a living engine writes a line every {in_seconds(lease_of(process) / 2)} s"
             return Fate("died", why, end.low, end.high + lease_of(process), False)
         return end.silent(f"{end.silently}; it may live and have nothing to say")
-
-    def _last_line(self, process: Process) -> str:
-        return self._shown(process, process.last_at)
 
     def _replaced_at(self, process: Process) -> float:
         """Return when the next start of its rank shows that a process has ended; infinity if none does."""
@@ -302,7 +300,8 @@ class Presence:
     def had_no_step(self, reader: Process, lease: LoggedLease) -> bool:
         """Return True if a reader's scheduler made no step for most of a lease's time, whether or not it was idle."""
         since, until = self._span_of(lease, reader)
-        return had_no_step(reader, since, since + 0.5 * (until - since))
+        sign = next(reader.since(told.EngineAlive, since + 0.5 * (until - since)), None)
+        return sign is not None and sign.at - sign.number("step_s", 0.0) <= since
 
     def _span_of(self, lease: LoggedLease, reader: Process) -> tuple[float, float]:
         """Return the times at which a lease began and ended, by a reader's clock."""

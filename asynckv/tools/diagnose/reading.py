@@ -20,7 +20,7 @@ from asynckv.config import KeysConfig
 from asynckv.errors import ConfigError
 from asynckv.tools.diagnose import leaks_copies, leaks_live
 from asynckv.tools.diagnose.ask import Answer, ask_all, targets
-from asynckv.tools.diagnose.axis import make_axis
+from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.findings import Seen
 from asynckv.tools.diagnose.join import LoggedRequest, join
 from asynckv.tools.diagnose.leaks import find_leaks
@@ -98,13 +98,13 @@ class Looking:
         leaks_live.settle(service, answers, self._logs.records)
         leaks_live.tell(service, answers, now)
         leaks_live.look_here(service)
-        presence = Presence(axis := make_axis(service))
+        presence = Presence(axis := Axis(service))
         wanted = None
         if self._request is not None:
             wanted = find_requests(service, self._request, leaks_copies.called(service))
             self._meant, self.called = set(wanted), {self._request}.union(*map(names, wanted))
         last = max((axis.at(x, x.last_at) for x in service.processes.values() if x.num_records), default=now)
-        begin = moment("--since", self._since, last) if self._since is not None else -math.inf
+        begin = moment(self._since, last) if self._since is not None else -math.inf
         if begin > last:
             raise ConfigError(f"no event is later than --since {self._since}; the last is of {axis.moment(last)} UTC")
 
@@ -113,18 +113,17 @@ class Looking:
             process = service.process_named(rank)
             return not (axis.at(process, until) if process is not None else until) < begin
 
-        late = [x for x in find_leaks(service, presence, wanted) if counts(x.holders[0] if x.holders else "", x.until)]
+        late = [x for x in find_leaks(presence, wanted) if counts(x.holders[0] if x.holders else "", x.until)]
         copies = leaks_copies.late_copies(service, None if wanted is None else self.called)
         copies = [x for x in copies if counts(x.rank, x.since + x.seconds)]
         failed = leaks_copies.failures(axis, self.called)
         return Seen(logs, presence, ground(presence), late, copies, answers, begin, failed)
 
 
-def moment(option: str, text: str, last: float) -> float:
+def moment(text: str, last: float) -> float:
     """Return the time that the operator means, in seconds since 1970.
 
     Args:
-        option: Where it was written.
         text: A time (UTC unless it says otherwise), one of the last day (`02:15`), or how long before the last event:
             `90s`, `10m`, `2h`.
         last: When that was.
@@ -143,6 +142,6 @@ def moment(option: str, text: str, last: float) -> float:
         return (when if when.tzinfo is not None else when.replace(tzinfo=UTC)).timestamp()
     except (ValueError, OverflowError):
         raise ConfigError(
-            f"{option} {text[:80]!r} is no time; write 2026-01-31T12:00 (UTC), 12:00 (of the last day), or 10m: so "
+            f"--since {text[:80]!r} is no time; write 2026-01-31T12:00 (UTC), 12:00 (of the last day), or 10m: so "
             "long before the last event"
         ) from None

@@ -114,6 +114,10 @@ class Record:
         value = self.fields.get(name)
         return value if isinstance(value, dict) else {}
 
+    def objects(self, name: str) -> Mapping[str, Mapping[str, Any]]:
+        """Return a field that is an object of objects, without other values."""
+        return {key: x for key, x in self.mapping(name).items() if isinstance(x, dict)}
+
 
 def number(value: object, default: float = math.nan) -> float:
     """Return a value if it is a finite number within `MOST`."""
@@ -276,7 +280,7 @@ class _Reader:
             return
         self._seen.add(text)
         if record.event in MANY:
-            self._wrong |= {_key(x, record.engine_id) for x in _rows(record.fields)}
+            self._wrong |= {_key(x, record.engine_id) for x in _rows(record)}
         self._records += _each(record) if record.event in ALIKE else (record,)
 
     def _line(self, line: bytes) -> None:
@@ -369,34 +373,25 @@ class _Reader:
 
 def _record(head: Head, text: bytes, where: str) -> Record:
     rank = head.rank or rank_name(head.engine_id, integer(_fields(text).get("tp_rank"), 0), 0, head.incarnation)
-    return Record(
-        at=head.at,
-        event=sys.intern(head.event),
-        level=sys.intern(head.level),
-        engine_id=sys.intern(head.engine_id),
-        rank=sys.intern(rank),
-        incarnation=sys.intern(head.incarnation),
-        said=text,
-        where=where,
-    )
+    names = map(sys.intern, (head.event, head.level, head.engine_id, rank, head.incarnation))
+    event, level, engine_id, rank, incarnation = names
+    return Record(head.at, event, level, engine_id, rank, incarnation, text, where)
 
 
 def _each(record: Record) -> Iterator[Record]:
     """Split a line about many requests."""
-    for fields in _rows(record.fields)[1:]:
+    for fields in _rows(record)[1:]:
         ago_s = min(max(number(fields.get("ago_s"), 0.0), 0.0), 60.0)
         yield replace(record, at=record.at - ago_s, ago_s=ago_s, event=ALIKE[record.event], said=fields)
 
 
-def _rows(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _rows(record: Record) -> list[Mapping[str, Any]]:
     """Return the common fields of a line, and those of each of its requests."""
-    each, oldest, alike = (fields.get(x) for x in ("each", "oldest", "alike"))
-    rows: list[Mapping[str, Any]] = [fields]
-    rows += [x for x in oldest if isinstance(x, dict)] if isinstance(oldest, list) else []
-    columns = {name: x for name, x in each.items() if isinstance(x, list)} if isinstance(each, dict) else {}
+    rows = [record.fields, *record.entries("oldest")]
+    columns = {name: x for name, x in record.mapping("each").items() if isinstance(x, list)}
     for row in zip(*columns.values(), strict=False):
         own = {name: value for name, value in zip(columns, row, strict=True) if value is not None}
-        rows.append((alike if isinstance(alike, dict) else {}) | own)
+        rows.append({**record.mapping("alike"), **own})
     return rows
 
 

@@ -42,7 +42,7 @@ class Stall:
 def stalls(process: Process, since: float = -math.inf, until: float = math.inf) -> Iterator[Stall]:
     """Yield a process's known times without a step, by its signs of life from one moment to the first after another."""
     for record in process.since(told.EngineAlive, since):
-        said = {what: x for what, x in record.mapping("waits_for_step").items() if isinstance(x, dict)}
+        said = record.objects("waits_for_step")
         waits = {what: number(said[what].get("seconds"), 0.0) for what in LEAST_S if what in said}
         is_seen = record.fields.get("step_s") is not None
         least = LEAST_S if is_seen else LEAST_S | {"claim": UNSEEN_S}
@@ -59,17 +59,7 @@ def stalled_s(process: Process, since: float, until: float, what: str = "") -> f
     return max([0.0, *(min(x.until, until) - max(x.since, since) for x in found)])
 
 
-def had_no_step(process: Process, since: float, until: float) -> bool:
-    """Return True if a process made no step between two moments of its clock. It hung, or was idle."""
-    record = next(process.since(told.EngineAlive, until), None)
-    return record is not None and record.at - record.number("step_s", 0.0) <= since
-
-
 def last_stall(process: Process) -> Stall | None:
     """Return the time without a step that had not ended at the last sign of life."""
     last = max((x.at for x in process.of(told.EngineAlive)), default=0.0)
     return next((x for x in stalls(process) if x.until == last and x.seconds >= LEAST_NOW_S), None)
-
-
-def longest_stall(process: Process) -> Stall | None:
-    return max(stalls(process), key=lambda x: x.seconds, default=None)

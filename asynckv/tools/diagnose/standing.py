@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -153,12 +153,9 @@ def missing(presence: Presence) -> list[str]:
             name([record.text("peer") or record.text("reader")], process, record.at)
             if record.text("state") == "gone" and record.level == "info":  # it said goodbye
                 past.add(record.text("peer"))
-    begun: dict[str, float] = defaultdict(lambda: -math.inf)
-    for rank, at in first.items():
-        begun[base_name(rank)] = max(begun[base_name(rank)], at)
-    for process in service.processes.values():
-        if process.num_records:
-            begun[process.base] = max(begun[process.base], presence.near(process, process.first_at))
+    starts = [(base_name(rank), at) for rank, at in first.items()]
+    starts += [(x.base, presence.near(x, x.first_at)) for x in service.processes.values() if x.num_records]
+    begun = {base: max(found) for base, found in grouped(starts).items()}
     return sorted(x for x, at in first.items() if x not in past and at >= begun[base_name(x)])
 
 
@@ -201,12 +198,12 @@ def _is_unfinished(presence: Presence, lease: LoggedLease) -> bool:
     return presence.when(lease.process, lease.process.last_at)[1] < told_at[0] and presence.last > told_at[1] + SIGN_S
 
 
-def dropped(records: Iterable[Record], since: float) -> Iterator[tuple[str, str]]:
+def dropped(records: Iterable[Record], is_past: Callable[[Record], bool]) -> Iterator[tuple[str, str]]:
     """Yield ranks that could not write some lines into their own logs, and how many, by the lines after them."""
     counts = Counter[str]()
     for record in records:  # few lines have the field, and to decode all would take long
         is_one = b'"log_dropped"' in record.said if isinstance(record.said, bytes) else "log_dropped" in record.said
-        if is_one and not record.at < since:
+        if is_one and not is_past(record):
             counts[record.rank] += max(record.integer("log_dropped", 0), 0)
     yield from ((rank, counted(number, "line")) for rank, number in (+counts).items())
 

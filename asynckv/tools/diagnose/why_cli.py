@@ -105,13 +105,16 @@ def _show_request(seen: Seen, found: Findings, story: Story | None, called: set[
 
     mine = [x for x in found.wrong if set(x.requests) & called]
     causes = {x.cause.value for x in found.late}  # which are shown with all that is known of the request
-    why_text.show_request(seen, found, story, console)
+    if story is not None:
+        why_text.show_story(seen.axis, story, seen.grounds, console)
+    why_text.show_late(seen.axis, found.late, console)
+    why_text.show_copies(seen.copies, seen.failed, console)
     for each in (x for x in mine if x.code not in causes):
         why_text.show_finding(plain(each), console)
     is_judged = not found.limits or (story is not None and bool(story.lease and story.pull))
     if not is_judged:
         why_text.show_limits(plain(found.limits), console)
-    return 1 if mine or found.late or found.copies else 0 if is_judged else 3
+    return 1 if mine or found.late or seen.copies else 0 if is_judged else 3
 
 
 def _request(given: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -22,7 +22,7 @@ from asynckv.arguments import without_control
 from asynckv.tools.console import grouped, size
 from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import Axis, clock_time, counted, shown_seconds
-from asynckv.tools.diagnose.findings import NOT_JUDGED, Findings, Seen
+from asynckv.tools.diagnose.findings import NOT_JUDGED, Seen
 from asynckv.tools.diagnose.leaks_copies import REMEDY, LateCopy
 from asynckv.tools.diagnose.leaks_values import Leak, some
 from asynckv.tools.diagnose.timeline_model import PHASES, Bar, Ground, Mark, Story
@@ -115,13 +115,6 @@ def _span(read: Mapping[str, Any], until: str) -> str:
 
 
 # -- one request ---------------------------------------------------------------------------------------
-
-
-def show_request(seen: Seen, found: Findings, story: Story | None, console: Console) -> None:
-    if story is not None:
-        show_story(seen.axis, story, seen.grounds, console)
-    show_late(seen.axis, found.late, console)
-    show_copies(found.copies, seen.failed, console)
 
 
 def show_late(axis: Axis, late: Sequence[Leak], console: Console) -> None:

@@ -6,8 +6,6 @@ from msgspec import Struct, field
 
 from asynckv.version import VERSION
 
-UNLIMITED = -1
-
 
 class Machine(Struct, frozen=True, kw_only=True):
     """Processor, memory, limits and permissions of this process.
@@ -33,7 +31,7 @@ class Machine(Struct, frozen=True, kw_only=True):
     shm_free: int = 32 << 30
     shm_use: str = ""  # what is free there, and who holds the rest, if that is more than half
     nofile: int = 65_536
-    memlock: int = UNLIMITED
+    memlock: int = -1  # without a limit
     ptrace_scope: int = 0
     seccomp: bool = False
     container: str = ""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from asynckv.edges.aside import Aside
 from asynckv.edges.kernel import FIRST_PID_NAMESPACE, inode
-from asynckv.edges.pages import control_groups, text_of
+from asynckv.edges.pages import CGROUP_FILES, control_groups, text_of
 from asynckv.edges.sharing import shm_use
 from asynckv.edges.survivor.keeper import check_processes
 from asynckv.edges.transports import copy_from, rdma_devices
@@ -29,7 +29,6 @@ from asynckv.tools.bench.machine import field
 from asynckv.tools.doctor.facts import Gpu, Interface, Machine, Network, Rdma
 
 NO_LIMIT = 1 << 60
-NONE_FOUND = 2
 SIOCGIFADDR = 0x8915
 UP, LOOPBACK = 0x1, 0x8
 TRY_S = 5.0
@@ -122,20 +121,17 @@ def _container(proc: Path) -> str:
 
 def _control_group(root: Path, proc: Path) -> tuple[float, float, int, int]:
     """Return the cores and the memory that are granted, how often they were short, and the memory in use."""
-    cores, memory = [(0.0, 0.0)], [(0, 0)]
-    for at in control_groups("", proc, root):  # the tightest counts
-        if (limit := re.match(r"(\d+) (\d+)", text_of(at / "cpu.max"))) and int(limit[2]):
-            cores.append((int(limit[1]) / int(limit[2]), _throttled(at / "cpu.stat")))
-        if most := _number(text_of(at / "memory.max")):
-            memory.append((most, _number(text_of(at / "memory.current"))))
-    if len(cores) + len(memory) > NONE_FOUND or (root / "cgroup.controllers").exists():
-        return *min(cores[1:], default=cores[0]), *min(memory[1:], default=memory[0])
-    # The older hierarchy, as seen from inside a container.
-    period, micros = _number(text_of(root / "cpu/cpu.cfs_period_us")), text_of(root / "cpu/cpu.cfs_quota_us").strip()
-    quota = int(micros) / period if period and micros.isdigit() else 0.0
-    most = _number(text_of(root / "memory/memory.limit_in_bytes"))
-    used = _number(text_of(root / "memory/memory.usage_in_bytes"))
-    return quota, _throttled(root / "cpu/cpu.stat"), most if most < NO_LIMIT else 0, used
+    cores, memory = list[tuple[float, float]](), list[tuple[int, int]]()
+    for controller, names in (("", ["cpu.max"]), ("cpu", ["cpu.cfs_quota_us", "cpu.cfs_period_us"])):
+        for at in control_groups(controller, proc, root):
+            limit = re.match(r"(\d+)\s+(\d+)", " ".join(text_of(at / name) for name in names))
+            if limit and int(limit[2]):
+                cores.append((int(limit[1]) / int(limit[2]), _throttled(at / "cpu.stat")))
+    for controller, (limit_file, use_file, *_) in CGROUP_FILES.items():
+        for at in control_groups(controller, proc, root):
+            if 0 < (most := _number(text_of(at / limit_file))) < NO_LIMIT:
+                memory.append((most, _number(text_of(at / use_file))))
+    return *min(cores, default=(0.0, 0.0)), *min(memory, default=(0, 0))  # the tightest counts
 
 
 def _throttled(path: Path) -> float:

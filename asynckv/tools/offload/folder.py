@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +18,7 @@ from asynckv.edges.files.io import ALIGN
 from asynckv.edges.files.store import OWNER, Owner, OwnerLock, owner_of
 from asynckv.edges.folders import explained
 from asynckv.errors import BackendError, ConfigError
+from asynckv.tools.console import grouped
 
 SEGMENTS = "segment-?????.kv"
 RANK = re.compile(r"tp\d+of\d+|vllm-")
@@ -83,9 +83,7 @@ def _is_one(path: Path) -> bool:
 def look(folder: Path) -> Folder:
     said = _said(folder)
     owner, is_live = owner_of(folder)
-    kinds, sizes = Counter((x.tag, x.layout) for x in said.entries), Counter[tuple[str, str]]()
-    for entry in said.entries:
-        sizes[entry.tag, entry.layout] += entry.size
+    sizes = grouped(((x.tag, x.layout), x.size) for x in said.entries)
     segments = list(folder.glob(SEGMENTS))
     return Folder(
         folder=str(folder),
@@ -95,11 +93,11 @@ def look(folder: Path) -> Folder:
         segments=len(segments),
         bytes_on_disk=sum(map(_on_disk, segments)),
         blocks=len(said.entries),
-        bytes_stored=sum(sizes.values()),
+        bytes_stored=sum(x.size for x in said.entries),
         oldest=_when(min((entry.stored_at for entry in said.entries), default=0)),
         newest=_when(max((entry.stored_at for entry in said.entries), default=0)),
         malformed=len(said.malformed),
-        kinds=tuple(Kind(tag, layout, kinds[tag, layout], sizes[tag, layout]) for tag, layout in sorted(kinds)),
+        kinds=tuple(Kind(*kind, len(found), sum(found)) for kind, found in sorted(sizes.items())),
     )
 
 

@@ -70,16 +70,14 @@ PREAMBLE = re.compile(
 BLANK = (b"\n\n", b"\n\r\n")
 ABORTED = re.compile(rb'"finish_reason": ?"abort"')
 MOST_UNREAD = 2**16  # bytes of a stream in which its first event is searched
-MOST_ERROR, MOST_WHOLE = 2**20, 2**24
-"""Bytes of the largest error, and of the largest answer that is read whole."""
+MOST_ERROR, MOST_WHOLE = 2**20, 2**24  # bytes of the largest error, and of the largest answer that is read whole
 SMALL = 2**18  # bytes of a body that is sent at once
 SECONDS = re.compile(r"[0-9]{1,5}")
 IDENTITY = ("engine_id", "tp_size", "pp_size", "endpoints")
 """Fields of asynckv's params that a decode engine needs to follow; `num_token_shards` too if it is there."""
 MOST_IDENTITIES = 1000
 Params = dict[str, msgspec.Raw]
-asked: ContextVar[Engine | None] = ContextVar("asked", default=None)
-"""The engine that a task connects to for a request."""
+asked: ContextVar[Engine | None] = ContextVar("asked", default=None)  # the engine that a task connects to for a request
 log = structlog.get_logger()
 
 

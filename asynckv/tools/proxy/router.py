@@ -81,8 +81,7 @@ LOOKED_AT_BY = {path: LOOKED_AT | names for path, names in NUMBERS.items()}
 SCALAR = msgspec.json.Decoder(str | float | bool | None)
 MAX_FIELDS = 1000
 PASSED_ON = ("Authorization", "traceparent", "tracestate")
-RANK = "X-data-parallel-rank"
-"""vLLM's header that selects the data-parallel rank of the engine that gets it."""
+RANK = "X-data-parallel-rank"  # vLLM's header that selects the data-parallel rank of the engine that gets it
 CAUSES = ["no_prefill_engine", "prefill_failed", "transfer_failed", "no_params", "n", "prompts", "beam_search"]
 CAUSES += ["prompt_logprobs"]
 """Causes for which a decode engine computes a prompt itself; docs/deploy.md has a table."""
@@ -91,8 +90,7 @@ UNTOUCHED = {"unreachable", "overloaded"}
 """Faults after which params are still good, because the engine has not read the KV cache."""
 OF_TRANSFER = {"kv_transfer_error", "failed"}
 """Faults of decode engines that the KV cache may have caused; vLLM does not report whether it did."""
-GRACE_S = 0.5
-"""Time after the drain to write its errors; other requests (such as /metrics) also get only this long."""
+GRACE_S = 0.5  # time after the drain to write its errors; other requests (such as /metrics) also get only this long
 MAX_NAMED = 8  # requests that `/health/ready` lists
 END = 16384  # last bytes of a stream, which are searched for an error
 DONE = b"data: [DONE]\n\n"
