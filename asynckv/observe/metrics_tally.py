@@ -46,21 +46,15 @@ class Durations:
 
 
 class MetricsTally(Observer):
-    """Counts of one engine's observer.
-
-    Attributes:
-        phases: Phases (`asynckv.observe.log.phases`) of every pull that has ended.
-        pulls: Whole pulls, by outcome.
-        retried: Attempts that were followed by another, by the reason of their failure.
-    """
+    """Counts of one engine's observer."""
 
     def __init__(self) -> None:
-        self.phases: dict[str, Durations] = {name: Durations() for name in PHASES}
-        self.pulls = {outcome: Durations() for outcome in OUTCOMES}
+        self.phases: dict[str, Durations] = {name: Durations() for name in PHASES}  # of every pull that has ended
+        self.pulls = {outcome: Durations() for outcome in OUTCOMES}  # whole pulls
         self.leases = {state: Durations() for state in ENDS}
         self.offloads: dict[str, Durations] = {}
         self.lag = Durations()
-        self.retried = Counter[str]()
+        self.retried = Counter[str]()  # attempts that were followed by another, by the reason of their failure
         self.posts = self.rereads = self.blocks_given_up = 0
         self.peer_states = Counter[str]()
         self.peer_pulls = Counter[tuple[str, str]]()

@@ -70,20 +70,13 @@ class Logged:
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One start of one rank's process (or, after `suspend`, of its engine: its incarnation is a new one).
-
-    Attributes:
-        host: Name of its machine or container; empty in old logs.
-        boot_id: The boot of its machine, if its log says it.
-        says_info: Its log has lines below the level of a warning: only then does the lack of one say anything.
-        records: What it said of itself and of its peers, by time; what it said of requests is with the requests.
-    """
+    """One start of one rank's process (or, after `suspend`, of its engine: its incarnation is a new one)."""
 
     incarnation: str
     engine_id: str
     rank: str  # its name, with the start
-    host: str = ""
-    boot_id: str = ""
+    host: str = ""  # name of its machine or container; empty in old logs
+    boot_id: str = ""  # the boot of its machine, if its log says it
     started: Record | None = None  # what it said as it started; None if that is not in the logs
     stopped: Record | None = None  # what it said as it stopped in order
     first_at: float = math.inf  # of its records, by its own clock
@@ -97,13 +90,13 @@ class Process:
     gone: str = ""  # the evidence that there is no such process any more
     is_here: bool = False  # its process is on this host
     is_elsewhere: bool = False  # no process of these logs is on this host, nor this one
-    says_info: bool = False
+    says_info: bool = False  # its log has lines below a warning: only then does the lack of one say anything
     num_records: int = 0
     durations: dict[str, float] = field(default_factory=dict)  # of its configuration, as far as it said them
     logged: Logged | None = None  # what there is of its log, if it was asked as well
     over: list[str] = field(default_factory=list)  # held for long by its log, and not listed by its answer
     put_back: Sequence[PutBack] = ()  # when its clock was put back; its times continue as before
-    records: list[Record] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)  # of itself and of its peers, by time; requests have the others
     _by_event: dict[str, list[Record]] = field(default_factory=dict)
 
     @property
@@ -443,11 +436,7 @@ class LoggedPull:
 
 @dataclass(slots=True, eq=False)
 class LoggedRequest:
-    """One lent request on all ranks of both sides.
-
-    Attributes:
-        before: What a side said that gave it up before it lent or pulled it: it was withdrawn, or refused at once.
-    """
+    """One lent request on all ranks of both sides."""
 
     engine_id: str  # the prefill engine
     sequence: int
@@ -455,7 +444,7 @@ class LoggedRequest:
     leases: dict[str, LoggedLease] = field(default_factory=dict)  # by the prefill rank's name
     pulls: dict[str, LoggedPull] = field(default_factory=dict)  # by pull id
     others: dict[str, LoggedPull] = field(default_factory=dict)  # pulls of this key that speak of another request id
-    before: list[Record] = field(default_factory=list)
+    before: list[Record] = field(default_factory=list)  # of a side that never lent or pulled it: withdrawn, or refused
 
     @property
     def name(self) -> str:

@@ -26,18 +26,13 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class LateCopy:
-    """Blocks of one store or load.
-
-    Attributes:
-        state: `returned`, `retired` (retired: lost to this process), `closed` (with its engine), or `held` when the log
-            ends.
-    """
+    """Blocks of one store or load."""
 
     rank: str  # the rank with the blocks
     what: str  # `store` or `load`
     job: str  # as the rank calls it
     request_id: str
-    state: str
+    state: str  # `returned`, `retired` (lost to this process), `closed` (with its engine), or `held` when the log ends
     blocks: int  # how many; -1 if no log says so
     seconds: float  # for how long they were held after the failure, as far as is known
     since: float  # when it failed, in seconds since 1970 by the rank's clock; nan if unknown
