@@ -85,14 +85,14 @@ class Metrics(Collector):
 
     Args:
         engines: The engines to show.
-        wait_s: Seconds that a scrape waits for an engine's event loop; 0: it always shows the previous reading.
+        wait_s: Seconds that a scrape waits for an engine's event loop, 1 ms or more.
 
     Raises:
         ConfigError: A value is out of range.
     """
 
     def __init__(self, *engines: Any, wait_s: float = WAIT_S) -> None:
-        self._wait_s = number("wait_s", wait_s, 0, 60.0, ConfigError)
+        self._wait_s = number("wait_s", wait_s, 1e-3, 60.0, ConfigError)
         self._shown: tuple[_Shown, ...] = ()
         for engine in engines:
             self.add(engine)
