@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never, get_args
 
@@ -23,22 +23,20 @@ from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.flow import READING, Admission, Posting
 from asynckv.core.following import Following
 from asynckv.core.follows import Follows
-from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter, remember
 from asynckv.core.news import release_refused, release_unanswered
-from asynckv.core.outbox import DetachRead, Milestone, Outbox, PostRead, PullReached, RequestReached, Traced
+from asynckv.core.outbox import DetachRead, Milestone, PostRead, PullReached, RequestReached, Shared, Traced
 from asynckv.core.peer import FINAL, Due, Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.pull import DO, KIND, Effect, Pull, PullState
+from asynckv.core.readers import Identity
 from asynckv.core.routes import ReadyRoute, Routes
 from asynckv.core.slots import Slots
 from asynckv.core.source import RELEASE, ROLE, UNBLAMED, Blame, RemoteRank, Source
-from asynckv.core.timers import Timers
-from asynckv.core.types import Address, Cohort, How, Key, PullId, Reason, RequestId, TransferId, members
+from asynckv.core.types import Address, How, Key, PullId, Reason, RequestId, TransferId, members
 from asynckv.errors import LayoutError, LocalProtocolError, PlanRefused, RemoteTooShort
 from asynckv.geometry.bounds import Int64s
 from asynckv.geometry.gather import can_ask, recipe
-from asynckv.geometry.layout import Layout
 from asynckv.geometry.look import NUM_PLACES, Look
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import Plan, ReadRequest, plan_read
@@ -83,18 +81,9 @@ _ANSWERS = get_args(Answer)
 
 
 class DecodeSide:
-    def __init__(
-        self,
-        layout: Layout,
-        cohort: Cohort,
-        config: PullConfig,
-        ledger: Ledger,
-        outbox: Outbox,
-        timers: Timers,
-        nonces: Iterator[int],
-        arrivals: Iterator[int],
-        costs: ReadCosts | None = None,
-    ) -> None:
+    def __init__(self, identity: Identity, config: PullConfig, shared: Shared, costs: ReadCosts | None) -> None:
+        self._ledger, self._outbox, self._timers, self._arrivals = shared
+        self._layout, self._config, self._nonces = identity.layout, config, itertools.count(identity.first_nonce)
         self.pulls: dict[PullId, Pull] = {}
         self.by_request: dict[RequestId, Pull] = {}  # pulls without an outcome, by the caller's id
         self.started: set[PullId] = set()
@@ -109,12 +98,9 @@ class DecodeSide:
         self.answered: deque[PostRead] = deque()  # reads that waited for a packed copy, and are to be posted
         self.entered: dict[Pull, None] = {}  # pulls that may read and never waited; their plans come after their claims
         self.posting = Posting(config.total_bytes, config.total_descriptors)
-        self.routes = Routes(layout, self._tables_made, costs)
-        self.peers = Peers(layout, cohort, config, outbox, timers, nonces, self.routes)
-        self.follows = Follows(config, outbox, timers, nonces, self.peers)
-        self._layout, self._config = layout, config
-        self._ledger, self._outbox, self._timers, self._nonces = ledger, outbox, timers, nonces
-        self._arrivals = arrivals
+        self.routes = Routes(self._layout, self._tables_made, costs)
+        self.peers = Peers(identity, config, shared, self._nonces, self.routes)
+        self.follows = Follows(config, shared, self._nonces, self.peers)
         self._transfer_ids = itertools.count(1)
         self.scheduled_at = math.inf  # when the next pull of `_to_meet` has its turn
         self._to_meet: dict[Pull, None] = {}

@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 from asynckv.config import PullConfig
 from asynckv.core.following import FollowEvent, Following, FollowState
 from asynckv.core.limits import remember
-from asynckv.core.outbox import FollowReached, Outbox
+from asynckv.core.outbox import FollowReached, Shared
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.source import MAX_CLAIM_PAUSE_S
-from asynckv.core.timers import Timers
 from asynckv.core.types import Address, KVTransferParams, PullId, Reason, RequestId
 from asynckv.core.wire import OFFERS, Follow, Offered, Unfollow, decode_offer
 from asynckv.errors import LocalProtocolError, RemoteProtocolError
@@ -27,7 +26,7 @@ MAX_LEFT = 4096  # followings without an offer that are remembered, because one 
 
 
 class Follows:
-    def __init__(self, config: PullConfig, outbox: Outbox, timers: Timers, nonces: Iterator[int], peers: Peers) -> None:
+    def __init__(self, config: PullConfig, shared: Shared, nonces: Iterator[int], peers: Peers) -> None:
         self.by_request: dict[RequestId, Following] = {}
         self.by_id: dict[PullId, Following] = {}
         self.on_late: Callable[[Following, float], None] = lambda *_: None
@@ -35,7 +34,8 @@ class Follows:
         """Releases what was offered too late, and takes a piece. `RankCore` sets both."""
         self._by_ticket: dict[str, Following] = {}
         self._left: OrderedDict[str, Following] = OrderedDict()
-        self._config, self._outbox, self._timers, self._nonces, self._peers = config, outbox, timers, nonces, peers
+        self._outbox, self._timers = shared.outbox, shared.timers
+        self._config, self._nonces, self._peers = config, nonces, peers
 
     def begin(self, following: Following, now: float) -> None:
         """Follow a ticket. The caller has made way for its rank."""

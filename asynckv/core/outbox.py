@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import msgspec
 from msgspec import Struct
@@ -18,9 +19,11 @@ from msgspec import Struct
 from asynckv.core.attempts import Request
 from asynckv.core.following import Following
 from asynckv.core.lease import Lease
+from asynckv.core.ledger import Ledger
 from asynckv.core.notes import Note
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.pull import Pull
+from asynckv.core.timers import Timers
 from asynckv.core.types import Address, KVTransferParams, ReplyTo, TransferId
 from asynckv.core.wire import MAJOR, MAX_DETAIL, MAX_MESSAGES, SOFT_PACKET, Message, Packet, Refused, Release, Unwelcome
 from asynckv.geometry.gather import Gathered
@@ -172,3 +175,12 @@ class Outbox:
                         half = len(part) // 2
                         parts[:0] = part[:half], part[half:]
         return packets
+
+
+class Shared(NamedTuple):
+    """Parts that the two sides of a rank share. `arrivals` numbers leases, pulls and followings together."""
+
+    ledger: Ledger
+    outbox: Outbox
+    timers: Timers
+    arrivals: Iterator[int]

@@ -21,12 +21,12 @@ from itertools import cycle
 from asynckv.config import PullConfig
 from asynckv.core.flow import InFlight, PeerLine
 from asynckv.core.limits import Limiter
-from asynckv.core.outbox import LoadPeer, Outbox, PeerReached, RemovePeer
+from asynckv.core.outbox import LoadPeer, PeerReached, RemovePeer, Shared
 from asynckv.core.peer import FINAL, Due, Peer, PeerEvent, PeerState
+from asynckv.core.readers import Identity
 from asynckv.core.routes import Routes
 from asynckv.core.source import RemoteRank
-from asynckv.core.timers import Timers
-from asynckv.core.types import SAME_SHARDS, Address, Cohort, How, Place, PullId, Reason, members, rank_name
+from asynckv.core.types import SAME_SHARDS, Address, How, Place, PullId, Reason, members, rank_name
 from asynckv.core.wire import MAJOR, SETTLES, Message, Unwelcome, Welcome
 from asynckv.errors import LayoutError
 from asynckv.geometry.check import check_layout, decode_layout
@@ -45,21 +45,14 @@ GREETINGS_PER_S, GREETING_BURST = 200.0, 16
 
 class Peers:
     def __init__(
-        self,
-        layout: Layout,
-        cohort: Cohort,
-        config: PullConfig,
-        outbox: Outbox,
-        timers: Timers,
-        nonces: Iterator[int],
-        routes: Routes,
+        self, identity: Identity, config: PullConfig, shared: Shared, nonces: Iterator[int], routes: Routes
     ) -> None:
         self.by_place: dict[Place, Peer] = {}
         self.num_changes = 0
         """Times that a peer ceased to be ready, was lost or forgotten. A `ReadyRoute` holds until the next."""
         self._there: defaultdict[Address, dict[Peer, None]] = defaultdict(dict)  # the same by address
-        self._layout, self._cohort, self._config = layout, cohort, config
-        self._outbox, self._timers, self._nonces, self._routes = outbox, timers, nonces, routes
+        self._layout, self._cohort, self._config = identity.layout, identity.cohort, config
+        self._outbox, self._timers, self._nonces, self._routes = shared.outbox, shared.timers, nonces, routes
         self._hellos: dict[int, Peer] = {}
         self.scheduled_at = math.inf  # when ranks that wait to be greeted have their next turn
         self.waiting: dict[Peer, PullId] = {}  # ranks that wait to be greeted, with the pull that wanted each first

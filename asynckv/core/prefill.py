@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
 
 import numpy as np
 from msgspec import Struct
@@ -28,15 +27,14 @@ from msgspec import Struct
 from asynckv.config import EngineConfig, check_lease
 from asynckv.core.copies import NO_SLOT, Copies
 from asynckv.core.lease import AT_ONCE, PROBE_S, WHAT, Effects, Grant, Lease, LeaseState, Lent, Reader, Refusal
-from asynckv.core.ledger import FEW, Ledger
+from asynckv.core.ledger import FEW
 from asynckv.core.limits import remember, warn_after
 from asynckv.core.news import lease_granted
 from asynckv.core.offers import Offers
-from asynckv.core.outbox import LeaseOver, Outbox, Traced
+from asynckv.core.outbox import LeaseOver, Shared, Traced
 from asynckv.core.parking import ParkedMessage, Parking
 from asynckv.core.readers import Identity, Readers
 from asynckv.core.spent import SpentKeys
-from asynckv.core.timers import Timers
 from asynckv.core.types import SAME_SHARDS, Key, KVTransferParams, Outcome, PullId, Reason, ReplyTo, RequestId
 from asynckv.core.wire import (
     Ack,
@@ -98,22 +96,13 @@ class Ended(Struct, frozen=True, gc=False):
 
 
 class PrefillSide:
-    def __init__(
-        self,
-        identity: Identity,
-        config: EngineConfig,
-        ledger: Ledger,
-        outbox: Outbox,
-        timers: Timers,
-        readers: Readers,
-        arrivals: Iterator[int],
-    ) -> None:
+    def __init__(self, identity: Identity, config: EngineConfig, shared: Shared, readers: Readers) -> None:
         self.leases: dict[Key, Lease] = {}
         self.memory_epoch = identity.memory_epoch
         self.closed_as = ""
         """Why the engine takes nothing new, in a word; empty while it is open. A closed engine parks nothing."""
-        self._layout, self._ledger, self._outbox, self._timers = identity.layout, ledger, outbox, timers
-        self._config, self._readers, self._arrivals = config.lease, readers, arrivals
+        self._ledger, self._outbox, self._timers, self._arrivals = shared
+        self._layout, self._config, self._readers = identity.layout, config.lease, readers
         self._shards = identity.layout.num_token_shards
         self._here = identity.engine_id, identity.layout.tp_size, identity.layout.pp_size, self._shards
         self._held_fraction = config.log.held_fraction
@@ -121,7 +110,7 @@ class PrefillSide:
         """The last request's lease, which was checked, and how long it may be held before it is reported."""
         self.max_ended = MAX_ENDED
         self.parking = Parking(config.lease)
-        self.offers = Offers(self.parking, outbox, MAX_ENDED)
+        self.offers = Offers(self.parking, self._outbox, MAX_ENDED)
         self._claimed: dict[Key, tuple[float, float]] = {}
         """Times of the first and the last claim of each request that is not lent, because parked claims repeat."""
         self.lent_at, self.lease_s = -math.inf, config.lease.lease_s  # time of the last lend, and what it lends for
@@ -135,7 +124,7 @@ class PrefillSide:
         self._read_at: OrderedDict[str, tuple[bool, float]] = OrderedDict()
         """Time at which a request of each reader ended last, by its key (True) or its process start."""
         self.spent = SpentKeys()
-        self.copies, self._ranges = Copies(identity.packing, outbox), Ranges(identity.layout)
+        self.copies, self._ranges = Copies(identity.packing, self._outbox), Ranges(identity.layout)
 
     # -- calls -------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ import hashlib
 import itertools
 import math
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import get_args
@@ -35,7 +35,7 @@ from asynckv.core.head_start import HeadStart
 from asynckv.core.lease import Lease
 from asynckv.core.ledger import Ledger
 from asynckv.core.limits import Limiter, warn_after
-from asynckv.core.outbox import FollowReached, Milestone, Outbox, RequestReached
+from asynckv.core.outbox import FollowReached, Milestone, Outbox, RequestReached, Shared
 from asynckv.core.peer import Peer, PeerState
 from asynckv.core.peers import Peers
 from asynckv.core.prefill import PrefillSide
@@ -92,16 +92,12 @@ class RankCore:
         self.outbox = Outbox(identity.incarnation)
         self.timers = Timers()
         self.ledger = Ledger([g.num_blocks for g in layout.groups], pools(layout))
-        self.cohort = Cohort(identity.engine_id, layout.tp_size, layout.tp_rank, layout.pp_size, layout.pp_stage)
-        self.nonces: Iterator[int] = itertools.count(identity.first_nonce)
-        arrivals = itertools.count()
-        self.readers = Readers(identity, self.outbox)
-        self.prefill = PrefillSide(identity, config, self.ledger, self.outbox, self.timers, self.readers, arrivals)
+        self.cohort, self.readers = identity.cohort, Readers(identity, self.outbox)
+        shared = Shared(self.ledger, self.outbox, self.timers, itertools.count())
+        self.prefill = PrefillSide(identity, config, shared, self.readers)
         self.lend, self.withdraw = self.prefill.lend, self.prefill.withdraw
         self.withdraw_ticket = self.prefill.offers.withdraw
-        self.decode = DecodeSide(
-            layout, self.cohort, config.pull, self.ledger, self.outbox, self.timers, self.nonces, arrivals, costs
-        )
+        self.decode = DecodeSide(identity, config.pull, shared, costs)
         self.decode.follows.on_late, self.decode.follows.on_piece = self._release_late, self._offered_piece
         self.on_question: Ask = lambda *_: True
         self.on_overdue: Callable[[Lease | Pull, float], None] = lambda *_: None

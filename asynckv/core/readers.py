@@ -16,7 +16,7 @@ from asynckv.core import wire
 from asynckv.core.lease import WHAT, refused
 from asynckv.core.limits import remember
 from asynckv.core.outbox import Outbox
-from asynckv.core.types import SHOWN_LETTERS, Reason, ReplyTo, rank_name
+from asynckv.core.types import SHOWN_LETTERS, Cohort, Reason, ReplyTo, rank_name
 from asynckv.geometry.gather import Packing
 from asynckv.geometry.layout import Layout
 from asynckv.told import ReaderMet, ReaderRefused, short
@@ -39,6 +39,11 @@ class Identity:
     first_nonce: int = 1
     memory_epoch: int = 0
     packing: Packing | None = None
+
+    @property
+    def cohort(self) -> Cohort:
+        layout = self.layout
+        return Cohort(self.engine_id, layout.tp_size, layout.tp_rank, layout.pp_size, layout.pp_stage)
 
     @property
     def name(self) -> str:
