@@ -123,17 +123,8 @@ class Driver:
 
     core: RankCore
 
-    def __init__(
-        self,
-        home: Home,
-        life: Lifecycle,
-        data: DataPlane,
-        control: ControlPlane,
-        clock: Clock,
-        recorder: Recorder,
-        lag: LoopLag,
-    ) -> None:
-        self.home, self.life, self.recorder = home, life, recorder
+    def __init__(self, data: DataPlane, control: ControlPlane, clock: Clock, recorder: Recorder, lag: LoopLag) -> None:
+        self.home, self.life, self.recorder = Home(), Lifecycle(), recorder
         self.data, self.control, self.clock = data, control, clock
         self.turned = asyncio.Event()
         self.release_s: deque[float] = deque(maxlen=4096)

@@ -24,7 +24,7 @@ from asynckv.arguments import MAX_INTEGER, MAX_NAME, flag, integer, number, seco
 from asynckv.config import MAX_RETRIES, EngineConfig
 from asynckv.core.attempts import Request
 from asynckv.core.following import Follower, Following
-from asynckv.core.lifecycle import Lifecycle, LifeEvent, LifeState
+from asynckv.core.lifecycle import LifeEvent, LifeState
 from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
@@ -46,7 +46,7 @@ from asynckv.edges.kernel import identity, processor_waits
 from asynckv.engine.caller import Caller, offer_of, outcome
 from asynckv.engine.driver import Driver
 from asynckv.engine.ending import Shutdown
-from asynckv.engine.home import NOT_STARTED, Home
+from asynckv.engine.home import NOT_STARTED
 from asynckv.engine.lag import LoopLag
 from asynckv.engine.lent import LentRequest, recallable
 from asynckv.engine.observation import Observation
@@ -112,7 +112,6 @@ class Engine:
             incarnation=self.incarnation,
             rank=self._rank,
         )
-        self._home, self._life = Home(), Lifecycle()
         self._is_data_given = data is not None
         lag = LoopLag(config.log.away_s, processor_waits() if clock is None else dict)
         if clock is None:
@@ -123,16 +122,11 @@ class Engine:
             from asynckv.edges.control.zmq import ZmqPlane
 
             control = ZmqPlane(config.bind, config.advertise, config.allow_insecure, config.keys)
+        if data is None:
+            data = self._choose_data()
         self._clock = clock
-        self._driver = Driver(
-            self._home,
-            self._life,
-            data if data is not None else self._choose_data(),
-            control,
-            self._clock,
-            self._recorder,
-            lag,
-        )
+        self._driver = Driver(data, control, clock, self._recorder, lag)
+        self._home, self._life = self._driver.home, self._driver.life
         self._started_at, self._planes = math.inf, dict[str, str]()
         self._untaken: Callable[[], list[float]] = list
         """Function that returns the times of results that wait to be taken. A desk sets it."""
