@@ -189,14 +189,7 @@ class RankCore:
         return pull
 
     def _make_pull(
-        self,
-        request: PullRequest,
-        wait_s: float,
-        now: float,
-        kind: Kind,
-        *,
-        attempt: int = 1,
-        retryable: frozenset[Reason] = NONE,
+        self, request: PullRequest, wait_s: float, now: float, kind: Kind, owner: Request | None = None
     ) -> Pull:
         params, cohort_id = request.params, request.cohort_id
         route = self.decode.routes.answered_for(request.request_id, params)
@@ -231,10 +224,11 @@ class RankCore:
             warn_s=warn_s,
             warn_at=now + warn_s,
             priority=request.priority,
-            attempt=attempt,
-            retryable=retryable,
+            attempt=1 if owner is None else max(owner.attempts, 1),
+            retryable=owner.retryable if owner is not None and owner.retries else NONE,
             is_last=request.is_last,
             kind=kind,
+            owner=owner,
             looks=share > 0 and int(hashlib.sha256(pull_id.encode()).hexdigest()[:8], 16) < share * (1 << 32),
         )
 
@@ -311,8 +305,7 @@ class RankCore:
         asked = PullRequest(name, (), piece, following.cohort.id, priority=MAX_INTEGER)
         before = request.pull
         try:
-            request.pull = pull = self._make_pull(asked, wait_s, now, KIND.PIECE)
-            pull.owner = request
+            request.pull = pull = self._make_pull(asked, wait_s, now, KIND.PIECE, request)
             self.decode.start(pull, lists, {}, now + wait_s, now)
         except AsyncKVError:  # its ranks cannot be read
             self.outbox.counters["pieces.refused"] += 1
@@ -362,9 +355,7 @@ class RankCore:
         else:
             # A full prefix hit reads no rank, so no rank need be met, and all ranks are released.
             kind = KIND.HIT if lists.is_empty else KIND.PULL
-            retryable = request.retryable if request.retries else NONE
-            attempt = request.attempts
-            pull = self._make_pull(wanted, request.deadline - now, now, kind, attempt=attempt, retryable=retryable)
+            pull = self._make_pull(wanted, request.deadline - now, now, kind, request)
         before = request.pull
         request.pull, pull.owner = pull, request
         try:
