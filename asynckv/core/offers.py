@@ -145,7 +145,7 @@ class Offers:
         known = message.ticket in self.lent or message.ticket in self._ended
         if known or closed_as or self._piece_behind(message) is not None:
             self._answer(ParkedMessage(message, reply_to, sender, now, proven), closed_as)
-        elif not self._parking.park(message.ticket, "", message, reply_to, sender, now, proven):
+        elif not self._parking.park(message, reply_to, sender, now, proven):
             self._outbox.counters["parked.refused"] += 1
         elif self._wants_pieces(message):
             self.on_followed(message.ticket)

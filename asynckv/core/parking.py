@@ -16,6 +16,7 @@ from asynckv.core.types import Key, ReplyTo
 from asynckv.core.wire import MAX_NONCE, Claim, Follow, Release
 
 AT_ONCE = 128  # messages that are dropped in one step
+PARKED_TEXT = 1024  # characters of a request id that fit in one parking place; a longer id takes more places
 
 ParkingPlace = tuple[str, str, ReplyTo]
 """Pull (empty for a follower), process start and connection. A release replaces its pull's claim."""
@@ -45,19 +46,11 @@ class Parking:
         self._by: Counter[str | ReplyTo] = Counter()
         """This room by key, or by connection without keys, because a peer chooses its own name."""
 
-    def park(
-        self,
-        key: Key | str,
-        pull_id: str,
-        message: Claim | Release | Follow,
-        reply_to: ReplyTo,
-        sender: str,
-        now: float,
-        proven: str,
-        room: int = 1,
-    ) -> bool:
+    def park(self, message: Claim | Release | Follow, reply_to: ReplyTo, sender: str, now: float, proven: str) -> bool:
         """Park a message, and return False if there is no room for it. Only a follower's repeats extend its time."""
-        place = (pull_id, sender, reply_to)
+        key: Key | str = message.ticket if isinstance(message, Follow) else message.key
+        pull_id, request_id = ("", "") if isinstance(message, Follow) else (message.pull_id, message.request_id)
+        place, room = (pull_id, sender, reply_to), 1 + len(request_id) // PARKED_TEXT
         waiting = self.by_key.get(key, {})
         known = waiting.get(place)
         most, share = self._config.max_parked, max(self._config.max_parked // 8, 1)

@@ -63,9 +63,6 @@ MAX_ENDED = 8192
 
 NO_BLOCKS: Int64s = np.zeros(0, np.int64)
 
-PARKED_TEXT = 1024
-"""Characters of a request id that fit in one parking place. A longer id takes more places."""
-
 MAX_NAMED = 4
 
 MAX_UNREACHABLE = 65_536
@@ -498,8 +495,7 @@ class PrefillSide:
     # -- early messages ----------------------------------------------------------------------------
 
     def _park(self, message: Claim | Release, reply_to: ReplyTo, sender: str, now: float, proven: str) -> None:
-        room = 1 + len(message.request_id) // PARKED_TEXT
-        if not self.parking.park(message.key, message.pull_id, message, reply_to, sender, now, proven, room):
+        if not self.parking.park(message, reply_to, sender, now, proven):
             self._outbox.counters["parked.refused"] += 1
             if isinstance(message, Claim):
                 # The claim is not kept, because its sender repeats it.

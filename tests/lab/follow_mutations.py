@@ -198,8 +198,8 @@ def a_follower_that_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A rank parks no follower, so that only a repeat that comes after the lend is answered."""
     honest = Parking.park
 
-    def park(self: Parking, key: Any, *args: Any) -> bool:
-        return True if isinstance(key, str) else honest(self, key, *args)
+    def park(self: Parking, message: Any, *args: Any) -> bool:
+        return True if isinstance(message, Follow) else honest(self, message, *args)
 
     patch.setattr(Parking, "park", park)
 
