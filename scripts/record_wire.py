@@ -241,9 +241,7 @@ def nested(value: object) -> dict[str, Any]:
 
 def digest_of(params: object) -> str:
     """Return the digest by which owner and reader know that they mean the same blocks."""
-    read = decode_params(params)
-    said = read.groups, read.num_tokens, read.written, read.hashes, read.hash_tokens, read.recall
-    return wire.blocks_digest(*said).hex()
+    return wire.blocks_digest(decode_params(params)).hex()
 
 
 def made() -> dict[str, str]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from asynckv import LocalProtocolError, token_hashes
 from asynckv.core.pull import PullRequest
-from asynckv.core.types import KVTransferParams, Reason, decode_params
+from asynckv.core.types import KVTransferParams, Reason
 from asynckv.core.wire import blocks_digest
 from asynckv.geometry.pairing import common_prefix
 from tests.world import World, begin, make_layout, reason
@@ -147,7 +147,7 @@ def test_a_pull_with_hashes_reads_what_they_cover(tokens: Any, read: int) -> Non
 
 
 def test_without_hashes_the_digest_is_the_one_that_it_always_was() -> None:
-    params = decode_params(lent(World())[0])
-    plain = blocks_digest(params.groups, 8, True)
-    assert plain == blocks_digest(params.groups, 8, True, (), 16)
-    assert plain != blocks_digest(params.groups, 8, True, ("x",), 16)
+    plain, _ = lent(World(), hashes=(), hash_tokens=0)
+    of_size = msgspec.structs.replace(plain, hash_tokens=16)
+    assert blocks_digest(plain) == blocks_digest(of_size)
+    assert blocks_digest(plain) != blocks_digest(msgspec.structs.replace(of_size, hashes=("x",)))

@@ -28,14 +28,7 @@ AT = 1000.0
 
 def lend(**changed: Any) -> Lease:
     """Lend for ten seconds, with grants of four."""
-    given: dict[str, Any] = {
-        "num_tokens": 4,
-        "written": True,
-        "lease_s": 10.0,
-        "grant_s": 4.0,
-        "max_lease_s": 60.0,
-        "readers": 1,
-    }
+    given: dict[str, Any] = {"num_tokens": 4, "lease_s": 10.0, "grant_s": 4.0, "max_lease_s": 60.0, "readers": 1}
     place: dict[str, Any] = {
         "key": KEY,
         "request_id": RequestId("r"),
@@ -43,7 +36,7 @@ def lend(**changed: Any) -> Lease:
         "tp_rank": 0,
         "tp_size": 1,
     }
-    return Lease(Lent(**(given | place | changed)), AT)
+    return Lease(Lent(**(given | place | changed)), AT, bytes(range(16)))
 
 
 class Reading:

@@ -288,7 +288,7 @@ async def test_what_a_reader_repeats_is_kept_once(sim: Bench, logs: Lines) -> No
     async with sim.pair() as (prefill, _, group):
         params = decode_params(group.make_params("r", [(0, [1])], 16, written=True))
         lent = prefill.engine.lend(params)
-        core, digest = prefill.engine._driver.core, blocks_digest(params.groups, 16, True)
+        core, digest = prefill.engine._driver.core, blocks_digest(params)
         for i in range(200):
             for who in ("9" * 32, f"{i:08x}" * 4):
                 release = Release(params.key, "wrong", Cohort("d"), PullId(f"p{i}"), Outcome.COMPLETE)
@@ -319,7 +319,7 @@ async def test_a_failure_is_never_left_out(sim: Bench, logs: Lines) -> None:
 async def test_of_the_claims_that_came_before_their_request_only_the_first_are_logged(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (prefill, _, group):
         params = decode_params(group.make_params("r", [(0, [1])], 16, written=True))
-        digest = blocks_digest(params.groups, 16, True)
+        digest = blocks_digest(params)
         claims = [Claim(params.key, "r", Cohort("c"), PullId(f"p{i}"), i + 1, digest, 1.0) for i in range(20)]
         prefill.engine._driver.core.receive(ReplyTo(b"x"), encode_packet("9" * 32, "", claims), sim.clock.now())
         prefill.engine.lend(params)
@@ -331,7 +331,7 @@ async def test_no_line_is_long_however_much_there_is_to_say(sim: Bench, logs: Li
         name = "n" * 16_000
         params = decode_params(group.make_params(name, [(0, [1])], 16, written=True))
         lent = prefill.engine.lend(params)
-        core, digest = prefill.engine._driver.core, blocks_digest(params.groups, 16, True)
+        core, digest = prefill.engine._driver.core, blocks_digest(params)
         for i in range(600):
             cohort, pull_id = Cohort("c" * 500), PullId(f"p{i}".ljust(120, "p"))
             claim = Claim(params.key, name, cohort, pull_id, i + 1, digest, 1.0)

@@ -33,7 +33,7 @@ from asynckv.core.types import (
 )
 from asynckv.errors import ConfigError, LayoutError, RemoteProtocolError
 from asynckv.geometry.blocks import runs_of
-from asynckv.geometry.bounds import MAX_RANKS, MAX_RUNS, BlockRuns
+from asynckv.geometry.bounds import MAX_RANKS, MAX_RUNS
 from asynckv.geometry.check import decode_layout
 from asynckv.geometry.gather import Packing, Recipe
 from asynckv.scheduler import PrefillRanks
@@ -289,9 +289,13 @@ def test_text_that_cannot_be_sent_is_refused_wherever_params_have_some(field: st
 
 
 def test_the_digest_tells_blocks_apart() -> None:
-    a, b = BlockRuns(0, ((1, 2),)), BlockRuns(0, ((1, 3),))
-    assert m.blocks_digest([a], 3, True) == m.blocks_digest([BlockRuns(0, ((1, 2),))], 3, True)
-    assert len({m.blocks_digest([x], n, w) for x in (a, b) for n in (3, 4) for w in (True, False)}) == 8
+    group = PrefillRanks("p", [Endpoint(0, "tcp://h:1", "0" * 32)])
+
+    def digest(ids: list[int], num_tokens: int, written: bool) -> bytes:
+        return m.blocks_digest(decode_params(group.make_params("r", [(0, ids)], num_tokens, written=written)))
+
+    assert digest([1, 2], 3, True) == digest([1, 2], 3, True)
+    assert len({digest(ids, n, w) for ids in ([1, 2], [1, 2, 3]) for n in (3, 4) for w in (True, False)}) == 8
 
 
 def welcome(layout: bytes) -> m.Welcome:

@@ -101,7 +101,7 @@ class Lender:
         self, pull_id: str, cohort: Cohort, params: KVTransferParams | None = None, seconds: float = 9.0
     ) -> Claim:
         params = params or self.params
-        digest = blocks_digest(params.groups, params.num_tokens, params.written)
+        digest = blocks_digest(params)
         return Claim(params.key, params.request_id, cohort, pull_id, 1, digest, seconds)
 
     def release(self, pull_id: str, cohort: Cohort, outcome: Outcome = Outcome.COMPLETE) -> Release:

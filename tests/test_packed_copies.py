@@ -391,7 +391,7 @@ class Owner:
         self, pull_id: str = "pull", cohort: str = "d", params: KVTransferParams | None = None, **more: Any
     ) -> list[Message]:
         params = params or self.params
-        digest = blocks_digest(params.groups, params.num_tokens, params.written)
+        digest = blocks_digest(params)
         nonce = next(self.nonces)
         return self.says(Claim(params.key, params.request_id, Cohort(cohort), pull_id, nonce, digest, 600.0), **more)
 

@@ -57,7 +57,7 @@ numbers = itertools.count()
 
 
 def claim(params: KVTransferParams, pull_id: str = "pull", nonce: int = 1) -> Claim:
-    digest = blocks_digest(params.groups, params.num_tokens, params.written)
+    digest = blocks_digest(params)
     return Claim(params.key, params.request_id, READER, pull_id, nonce, digest, 600.0)
 
 
@@ -309,7 +309,7 @@ def lent_to(world: World, prefill: Rank, engine: str, number: int, claims: bool 
         params = world.params([prefill], f"{engine}-{block}", [block % 12], 4)
         leases.append(world.lend(prefill, params))
         if claims:
-            digest = blocks_digest(params.groups, params.num_tokens, params.written)
+            digest = blocks_digest(params)
             message = Claim(params.key, params.request_id, Cohort(engine), f"pull-{block}", 1, digest, 600.0)
             prefill.core.prefill.receive(message, ReplyTo(engine.encode()), engine, world.time(prefill), key)
     return leases
@@ -761,7 +761,6 @@ def test_few_blocks_are_refused_for_the_same_reasons_as_many(
             request_id=RequestId("r"),
             groups=(offer,),
             num_tokens=num_tokens,
-            written=True,
             lease_s=30.0,
             grant_s=10.0,
             max_lease_s=60.0,

@@ -29,7 +29,7 @@ from msgspec import Struct
 
 from asynckv.core import notes
 from asynckv.core.types import SHOWN_LETTERS, Key, Outcome, PullId, Reason, ReplyTo, RequestId, members, rank_name
-from asynckv.core.wire import RELEASE_NONCE, Ack, Claim, Granted, OfReader, Refused, Release, Renew, blocks_digest
+from asynckv.core.wire import RELEASE_NONCE, Ack, Claim, Granted, OfReader, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.bounds import BlockRuns, Int64s
 from asynckv.geometry.match import owed_readers
@@ -109,7 +109,6 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
     request_id: RequestId
     groups: tuple[BlockRuns, ...]
     num_tokens: int
-    written: bool
     lease_s: float
     grant_s: float
     max_lease_s: float
@@ -118,8 +117,6 @@ class Lent(Struct, frozen=True, kw_only=True, gc=False):
     tp_size: int
     num_token_shards: int = 1
     warn_s: float = math.inf
-    hashes: tuple[str, ...] = ()
-    hash_tokens: int = 0
     recall: bool = False  # True if its owner may take it back at once, whatever was granted
 
 
@@ -203,6 +200,7 @@ class Lease:
 
     lent: Lent
     lent_at: float
+    digest: bytes  # of the params
     number: int = 0  # place among all leases and pulls of the rank, in the order in which they began
     state: LeaseState = L.LENT
     since: float = field(init=False)
@@ -210,7 +208,6 @@ class Lease:
     """Time at which the lease expires. A grant may postpone it; an early release of that grant does not undo this."""
     look_at: float = field(init=False)  # time of the next check for grants that ran out, and readers that are gone
     warn_at: float = field(init=False)  # time of the next warning that it is held for long; the interval doubles
-    digest: bytes = field(init=False)
     history: notes.History = field(init=False)
     is_over: bool = False
     cohorts: dict[str, BoundCohort] = field(default_factory=dict)
@@ -249,8 +246,6 @@ class Lease:
         lent, now = self.lent, self.lent_at
         self.since, self.history = now, [(now, L.LENT)]
         self.expires_at, self.look_at, self.warn_at = now + lent.lease_s, now + lent.grant_s, now + lent.warn_s
-        said = lent.groups, lent.num_tokens, lent.written, lent.hashes, lent.hash_tokens, lent.recall
-        self.digest = blocks_digest(*said)
 
     # -- events ------------------------------------------------------------------------------------
 

@@ -146,9 +146,6 @@ class PrefillSide:
             request_id=RequestId(params.request_id),
             groups=params.groups,
             num_tokens=params.num_tokens,
-            written=params.written,
-            hashes=params.hashes,
-            hash_tokens=params.hash_tokens,
             recall=bool(params.recall),
             lease_s=params.lease_s,
             grant_s=min(self._config.grant_s, params.lease_s),
@@ -182,7 +179,7 @@ class PrefillSide:
             raise self._spent_before(lent)
         # A rank that was restarted while others slept has memory that is as new as theirs.
         self.memory_epoch = key.memory_epoch
-        lease, self.lent_at = Lease(lent, now, next(self._arrivals)), now
+        lease, self.lent_at = Lease(lent, now, blocks_digest(params), next(self._arrivals)), now
         if is_piece:
             lease.scheduled_at = -math.inf  # it is never woken
             self.offers.lend_piece(ticket, lease, params)
@@ -231,8 +228,7 @@ class PrefillSide:
 
     def check_recall(self, params: KVTransferParams) -> None:
         """Refuse params that are not those of the loan, because its reader goes by what was lent."""
-        said = params.groups, params.num_tokens, params.written, params.hashes, params.hash_tokens, params.recall
-        if (lease := self.leases.get(params.key)) is not None and lease.digest != blocks_digest(*said):
+        if (lease := self.leases.get(params.key)) is not None and lease.digest != blocks_digest(params):
             raise LocalProtocolError(
                 f"request {params.request_id[:200]!r} was lent with other params (other blocks, or not with "
                 f"recall=True); give those that it was lent with, or withdraw it and wait for its end"

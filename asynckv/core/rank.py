@@ -212,9 +212,7 @@ class RankCore:
             request_id=RequestId(request.request_id),
             params=params,
             cohort=self._cohort(cohort_id) if cohort_id else self.cohort,
-            digest=wire.blocks_digest(
-                params.groups, params.num_tokens, params.written, params.hashes, params.hash_tokens, params.recall
-            ),
+            digest=wire.blocks_digest(params),
             sources=sources,
             route=route,
             limits=self.config.pull,

@@ -44,7 +44,7 @@ from asynckv.core.types import (
     decode_params,
 )
 from asynckv.errors import RemoteProtocolError
-from asynckv.geometry.bounds import MAX_TOKENS, BlockRuns, Name, Rank, Size
+from asynckv.geometry.bounds import MAX_TOKENS, Name, Rank, Size
 from asynckv.geometry.gather import Packing, Recipe
 
 MAJOR = 1
@@ -422,23 +422,16 @@ def decode_offer(offered: Offered) -> KVTransferParams:
         raise RemoteProtocolError(f"the offered params are malformed: {exc}") from exc
 
 
-def blocks_digest(
-    groups: Sequence[BlockRuns],
-    num_tokens: int,
-    written: bool,
-    hashes: Sequence[str] = (),
-    hash_tokens: int = 0,
-    recall: bool | msgspec.UnsetType = False,
-) -> bytes:
+def blocks_digest(params: KVTransferParams) -> bytes:
     """Return a digest of lent blocks and tokens, with which owner and reader check that they mean the same ones.
 
     It covers all blocks that the params name, so that it is computed once per request. It also covers the hashes of the
     prompt, because params come through a client's hands. It covers `recall` too, so that a reader before 0.5.0, which
     confirms nothing, is refused.
     """
-    said: tuple[object, ...] = (tuple(groups), num_tokens, written)
-    if hashes:
-        said += (tuple(hashes), hash_tokens)
-    if recall:
+    said: tuple[object, ...] = (params.groups, params.num_tokens, params.written)
+    if params.hashes:
+        said += (params.hashes, params.hash_tokens)
+    if params.recall:
         said += ("recall",)
     return hashlib.sha256(_encoder.encode(said)).digest()[:16]

@@ -454,7 +454,7 @@ class Attack:
                 )
             )
         guessed = Key(key.epoch, key.memory_epoch, key.sequence + rng.randrange(3), f"{rng.getrandbits(128):032x}")
-        digest = m.blocks_digest(params.groups, params.num_tokens, params.written)
+        digest = m.blocks_digest(params)
         return rng.choice(
             (
                 m.Claim(guessed, params.request_id, cohort, pull, nonce, digest, 1000.0),

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from asynckv.config import PullConfig
-from asynckv.core import attempts, routes, wire
+from asynckv.core import attempts, prefill, routes, wire
 from asynckv.core import lease as lease_module
 from asynckv.core.copies import Copies
 from asynckv.core.decode import DecodeSide
@@ -32,7 +32,7 @@ from asynckv.core.pull import Pull
 from asynckv.core.slots import Slots
 from asynckv.core.source import Blame, Source
 from asynckv.core.spent import SpentKeys
-from asynckv.core.types import Key, Outcome, Reason, ReplyTo, TransferId
+from asynckv.core.types import Key, KVTransferParams, Outcome, Reason, ReplyTo, TransferId
 from asynckv.core.wire import (
     Ack,
     Claim,
@@ -853,11 +853,11 @@ def the_digest_does_not_say_what_may_be_recalled(rank: Rank) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     honest = wire.blocks_digest
 
-    def blocks_digest(*args: Any, **options: Any) -> bytes:
-        return honest(*args[:5])
+    def blocks_digest(params: KVTransferParams) -> bytes:
+        return honest(msgspec.structs.replace(params, recall=msgspec.UNSET))
 
     patch.setattr(wire, "blocks_digest", blocks_digest)
-    patch.setattr(lease_module, "blocks_digest", blocks_digest)
+    patch.setattr(prefill, "blocks_digest", blocks_digest)
 
 
 def knows_no_recall(rank: Rank) -> None:

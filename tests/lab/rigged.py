@@ -255,8 +255,7 @@ class Aliases:
         epoch = self._rank.engine.memory_epoch
         inside = Key(f"{outside.epoch[:50]}~{count}", max(epoch, outside.memory_epoch), 0, f"{count:032x}")
         found = decode_params(params)
-        said = found.groups, found.num_tokens, found.written
-        self._lent[inside] = found.request_id, blocks_digest(*said, recall=bool(found.recall))
+        self._lent[inside] = found.request_id, blocks_digest(found)
         plain = msgspec.to_builtins(msgspec.structs.replace(found, key=inside))
         handle = self._rank.engine.honest.lend(plain, **options)
         self._inside[outside], self._outside[inside] = inside, outside

@@ -176,7 +176,7 @@ def mutate(rng: random.Random, data: bytes) -> bytes:
 def every_message(params: KVTransferParams, layout: Layout, cohort: Cohort) -> list[m.Message]:
     """One of each message, valid, about a request that is lent: what mutations start from."""
     key, name, pull = params.key, params.request_id, f"{cohort.id}-1"
-    digest = m.blocks_digest(params.groups, params.num_tokens, params.written)
+    digest = m.blocks_digest(params)
     encoded = msgspec.Raw(msgspec.msgpack.encode(layout))
     return [
         m.Hello(7, m.MAJOR, m.MINOR, params.engine_id, 0, cohort),
