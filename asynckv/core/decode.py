@@ -251,7 +251,8 @@ class DecodeSide:
             effects = pull.admitted(plans, now)
         except Exception as exc:
             reason = Reason.REMOTE_TOO_SHORT if isinstance(exc, RemoteTooShort) else Reason.UNPLANNABLE
-            self._carry_out(pull, pull.unplannable(reason, str(exc) or repr(exc), now), now)
+            pull.measures.admitted_at = min(pull.measures.admitted_at, now)
+            self.fail(pull, reason, str(exc) or repr(exc), now)
             if not isinstance(exc, RemoteTooShort | PlanRefused | LayoutError):
                 raise
             return pull

@@ -83,7 +83,7 @@ class Offers:
         self.lent[ticket], lease.offers = (lease, encode_offer(params)), 0
         self.tickets[lease.lent.key] = ticket
         for parked in self._parking.take(ticket)[:AT_ONCE]:  # the others repeat themselves
-            self._answer(parked)
+            self.answer(parked)
 
     def withdraw(self, ticket: str) -> None:
         """Declare that no request will be lent under a ticket. One that is lent stays as it is, without pieces."""
@@ -91,7 +91,7 @@ class Offers:
         if ticket not in self.lent and ticket not in self._ended:
             remember(self._ended, ticket, Reason.WITHDRAWN, self._max_ended)
             for parked in self._parking.take(ticket):
-                self._answer(parked)
+                self.answer(parked)
 
     def lend_piece(self, ticket: str, lease: Lease, params: KVTransferParams) -> None:
         """Offer a piece of a request that is still computed. It is nothing if the request has ended, or was lent."""
@@ -110,7 +110,7 @@ class Offers:
         takers = [x for x in parked if isinstance(x[1].message, Follow) and pieces.behind(x[1].message) is not None]
         for place, taker in takers[:AT_ONCE]:
             self._parking.drop(ticket, place)
-            self._answer(taker)
+            self.answer(taker)
         if self.is_followed(ticket):  # by one that can take nothing of this piece, and waits for the next
             self.on_followed(ticket)
 
@@ -144,7 +144,7 @@ class Offers:
     def follow(self, message: Follow, reply_to: ReplyTo, sender: str, now: float, proven: str, closed_as: str) -> None:
         known = message.ticket in self.lent or message.ticket in self._ended
         if known or closed_as or self._piece_behind(message) is not None:
-            self._answer(ParkedMessage(message, reply_to, sender, now, proven), closed_as)
+            self.answer(ParkedMessage(message, reply_to, sender, now, proven), closed_as)
         elif not self._parking.park(message, reply_to, sender, now, proven):
             self._outbox.counters["parked.refused"] += 1
         elif self._wants_pieces(message):
@@ -153,11 +153,8 @@ class Offers:
     def unfollow(self, message: Unfollow, reply_to: ReplyTo, sender: str) -> None:
         self._parking.drop(message.ticket, ("", sender, reply_to), message.nonce)
 
-    def refuse(self, parked: ParkedMessage, closed_as: str) -> None:
-        """Refuse a follower of an unknown ticket, because the engine lends nothing new."""
-        self._answer(parked, closed_as)
-
-    def _answer(self, parked: ParkedMessage, closed_as: str = "") -> None:
+    def answer(self, parked: ParkedMessage, closed_as: str = "") -> None:
+        """Answer a follower. Of an unknown ticket it is refused, because the engine lends nothing new."""
         follow = parked.message
         assert isinstance(follow, Follow)
         lease, params = self.lent.get(follow.ticket, (None, None))

@@ -287,7 +287,7 @@ class PrefillSide:
             if isinstance(parked.message, Claim):
                 self._refuse(parked.message, parked.reply_to, parked.sender, Reason.ENGINE_CLOSED)
             elif isinstance(parked.message, Follow):
-                self.offers.refuse(parked, how)
+                self.offers.answer(parked, how)
 
     # -- messages and time -------------------------------------------------------------------------
 

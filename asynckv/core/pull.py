@@ -441,11 +441,6 @@ class Pull:
         source.not_wanted()
         self.unmet = self.unmet or (reason, detail, blame)
 
-    def unplannable(self, reason: Reason, detail: str, now: float) -> list[Effect]:
-        """Fail an admitted pull, because its plan cannot be made; see `admitted`."""
-        self.measures.admitted_at = min(self.measures.admitted_at, now)
-        return self.fail(reason, detail, now)
-
     def admitted(self, plans: Iterable[tuple[Source, Plan]], now: float) -> list[Effect]:
         """Begin to read, with these plans for the sources that have none yet."""
         after, measures = ON_EVENT[self.state].get(E.ADMITTED) or self._impossible(E.ADMITTED), self.measures

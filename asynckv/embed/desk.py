@@ -95,7 +95,7 @@ class EngineDesk:
         """Lent requests by id, each of one request only, because `finished_sending` reports an id."""
         self._news: deque[tuple[str, Any, float]] = deque()  # each with the time since which it waits
         engine._untaken = lambda: self.untaken
-        engine._when_followed(self._followed_by)
+        engine._driver.on_followed = self._followed_by
         self._followed = set[str]()  # tickets in news that were not taken yet, because followers repeat themselves
         self._is_shut = self._is_over = False
         self.num_handovers = self.num_orders = 0
@@ -346,7 +346,7 @@ class EngineDesk:
 
     def _tell(self, kind: str, value: object, is_awaited: bool = True) -> None:
         self._news.append((kind, value, self.engine._clock.now() if is_awaited else math.inf))
-        self.engine._tell_outside(self._on_news)
+        self.engine._driver.tell((self._on_news,))  # which counts exceptions, because no request is to suffer for them
 
 
 class _Flight:

@@ -873,14 +873,6 @@ class Engine:
     def _is_asleep(self) -> bool:
         return self._driver.core.decode.alive_at == math.inf
 
-    def _when_followed(self, call: Callable[[str], None]) -> None:
-        """Call this with a ticket when a decode engine waits for a piece of its request."""
-        self._driver.on_followed = call
-
-    def _tell_outside(self, call: Callable[[], None]) -> None:
-        """Call a function of the application. Its exceptions are counted, because no request is to suffer for them."""
-        self._driver.tell((call,))
-
     def _shows_life(self, *, is_asleep: bool = False) -> None:
         """Note that the embedder is alive, or that it sleeps until there are results."""
         self._driver.core.decode.alive_at = math.inf if is_asleep else self._clock.now()

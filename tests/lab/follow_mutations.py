@@ -112,7 +112,7 @@ def a_lend_offers_to_the_followers_of_all_tickets(patch: pytest.MonkeyPatch) -> 
 @inside()
 def what_is_revoked_is_offered(patch: pytest.MonkeyPatch) -> None:
     """A loan is offered while a grant of it runs, though it was taken back."""
-    honest = Offers._answer
+    honest = Offers.answer
 
     def answer(self: Offers, parked: Any, *args: Any) -> None:
         lease, params = self.lent.get(parked.message.ticket, (None, None))
@@ -123,7 +123,7 @@ def what_is_revoked_is_offered(patch: pytest.MonkeyPatch) -> None:
         else:
             honest(self, parked, *args)
 
-    patch.setattr(Offers, "_answer", answer)
+    patch.setattr(Offers, "answer", answer)
 
 
 @inside()
