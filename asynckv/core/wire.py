@@ -84,29 +84,13 @@ MAX_CURSOR = 256
 MAX_DETAIL = 4096
 Detail = Annotated[str, Meta(max_length=MAX_DETAIL)]
 
-NOT_OFFERED = frozenset(
-    {Reason.WITHDRAWN, Reason.CONSUMED, Reason.EXPIRED, Reason.REVOKED, Reason.RESTARTED, Reason.ENGINE_CLOSED}
-)
-UNWELCOME = frozenset({Reason.PROTOCOL, Reason.WRONG_TARGET, Reason.RESTARTED, Reason.ENGINE_CLOSED})
-REFUSED = frozenset(
-    {
-        Reason.UNKNOWN,
-        Reason.CONSUMED,
-        Reason.EXPIRED,
-        Reason.REVOKED,
-        Reason.WITHDRAWN,
-        Reason.RESTARTED,
-        Reason.STALE_MEMORY,
-        Reason.BLOCKS_DIFFER,
-        Reason.WRONG_REQUEST,
-        Reason.WRONG_COHORT,
-        Reason.NOT_OWED,
-        Reason.RELEASED_ALREADY,
-        Reason.FOREIGN_PULL,
-        Reason.OVERLOADED,
-        Reason.ENGINE_CLOSED,
-    }
-)
+_OF_PROCESS = frozenset({Reason.RESTARTED, Reason.ENGINE_CLOSED})
+_OF_LOAN = frozenset({Reason.WITHDRAWN, Reason.CONSUMED, Reason.EXPIRED, Reason.REVOKED})
+_OF_PARAMS = frozenset({Reason.UNKNOWN, Reason.STALE_MEMORY, Reason.BLOCKS_DIFFER, Reason.WRONG_REQUEST})
+_OF_READER = frozenset({Reason.WRONG_COHORT, Reason.NOT_OWED, Reason.FOREIGN_PULL, Reason.RELEASED_ALREADY})
+NOT_OFFERED = _OF_PROCESS | _OF_LOAN
+UNWELCOME = _OF_PROCESS | {Reason.PROTOCOL, Reason.WRONG_TARGET}
+REFUSED = _OF_PROCESS | _OF_LOAN | _OF_PARAMS | _OF_READER | {Reason.OVERLOADED}
 """Reasons that a rank may give. A reader finds all other reasons itself, and takes none of them from a peer."""
 
 
