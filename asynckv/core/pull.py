@@ -29,7 +29,7 @@ from msgspec import Struct
 from asynckv.config import PullConfig
 from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
-from asynckv.core.routes import Route
+from asynckv.core.routes import Route, refusal
 from asynckv.core.source import MAX_CLAIM_PAUSE_S, RELEASE, ROLE, UNBLAMED, Blame, Source
 from asynckv.core.types import (
     Cohort,
@@ -44,10 +44,10 @@ from asynckv.core.types import (
     members,
 )
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
-from asynckv.errors import LocalProtocolError
+from asynckv.errors import LocalProtocolError, RemoteTooShort
 from asynckv.geometry.blocks import BlockIds
 from asynckv.geometry.look import Difference, Look, differing, looks
-from asynckv.geometry.pairing import BlockLists
+from asynckv.geometry.pairing import BlockLists, common_prefix
 from asynckv.geometry.plan import Plan, ReadRequest
 from asynckv.geometry.tables import PeerTables
 
@@ -211,6 +211,26 @@ class PullRequest:
     num_tokens: int | None = None
     is_last: bool = True
     priority: int = 0
+
+    def wanted_tokens(self) -> int:
+        """Return how many tokens are read, from the prompt's start: those on which both sides' hashes agree."""
+        params = self.params
+        wanted = params.num_tokens if self.num_tokens is None else self.num_tokens
+        if not 0 <= wanted <= params.num_tokens:
+            raise RemoteTooShort(
+                f"remote too short: {wanted} tokens are wanted, but the prefill side offers {params.num_tokens}",
+                request_id=self.request_id,
+                reason=Reason.REMOTE_TOO_SHORT,
+            )
+        if self.hashes is None:
+            return wanted
+        if not params.hash_tokens:
+            raise refusal(
+                self.request_id,
+                f"hashes were given to compare, but the params of request {params.request_id[:80]!r} carry none; "
+                f"give hashes and hash_tokens to make_params",
+            )
+        return common_prefix(self.hashes, params.hashes, params.hash_tokens, wanted)
 
 
 class Measures(Struct, gc=False):

@@ -45,18 +45,11 @@ from asynckv.core.routes import Route, refusal
 from asynckv.core.source import ROLE, Source
 from asynckv.core.timers import Timed, Timers
 from asynckv.core.types import Address, Cohort, FollowParams, KVTransferParams, PullId, Reason, ReplyTo, RequestId
-from asynckv.errors import (
-    AsyncKVError,
-    EngineClosed,
-    LocalProtocolError,
-    Overloaded,
-    RemoteProtocolError,
-    RemoteTooShort,
-)
+from asynckv.errors import AsyncKVError, EngineClosed, LocalProtocolError, Overloaded, RemoteProtocolError
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.overlap import pools
-from asynckv.geometry.pairing import BlockLists, common_prefix
+from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.staging import ReadCosts
 
 AGAIN_S = 1.0  # seconds until an item is woken again after its turn met a bug
@@ -320,7 +313,7 @@ class RankCore:
                 f"another request; cancel it first"
             )
         else:
-            tokens = self._wanted_tokens(wanted)
+            tokens = wanted.wanted_tokens()
             early.head.rest(check_block_ids(self.identity.layout, wanted.groups, tokens), tokens, wanted.params)
 
     def _attempt(self, request: Request, now: float) -> None:
@@ -332,7 +325,7 @@ class RankCore:
             self.prefill.check_open()
         num_tokens = params.num_tokens
         if wanted.num_tokens is not None or wanted.hashes is not None:
-            num_tokens = self._wanted_tokens(wanted)
+            num_tokens = wanted.wanted_tokens()
         blocks = check_block_ids(self.identity.layout, wanted.groups, num_tokens)
         if request.head is not None:
             blocks = request.head.rest(blocks, num_tokens, params)
@@ -430,25 +423,6 @@ class RankCore:
                 f"request {request.request_id[:200]!r} was announced with other params or another cohort_id; cancel it "
                 f"first"
             )
-
-    def _wanted_tokens(self, request: PullRequest) -> int:
-        params = request.params
-        wanted = params.num_tokens if request.num_tokens is None else request.num_tokens
-        if not 0 <= wanted <= params.num_tokens:
-            raise RemoteTooShort(
-                f"remote too short: {wanted} tokens are wanted, but the prefill side offers {params.num_tokens}",
-                request_id=request.request_id,
-                reason=Reason.REMOTE_TOO_SHORT,
-            )
-        if request.hashes is None:
-            return wanted
-        if not params.hash_tokens:
-            raise refusal(
-                request.request_id,
-                f"hashes were given to compare, but the params of request {params.request_id[:80]!r} carry none; "
-                f"give hashes and hash_tokens to make_params",
-            )
-        return common_prefix(request.hashes, params.hashes, params.hash_tokens, wanted)
 
     def cancel(
         self, request_id: str, now: float, *, follows_on: bool = False, params: KVTransferParams | None = None
