@@ -65,13 +65,6 @@ class _Transfer:
     beside: int = 0  # transfers of the peer when this one began, if it shows how long reads take with or without copies
     is_detached: bool = False  # True once it concerns only the peer: its pull goes on without it
 
-    def show_pace(self, now: float) -> None:
-        """Note how long reads of the peer take, with packed copies or without."""
-        if now > self.posted_at:
-            # By Little's law a peer's reads end that far apart.
-            seconds = (now - self.posted_at) / self.beside
-            self.peer.asks.pace.note(is_first=self.is_packed, num_bytes=self.read.num_bytes, seconds=seconds)
-
 
 PROOF_S = 2.0  # for the grant of a piece that was read: a rank may get the order to lend it a step later than another
 _TAKEN_BACK = frozenset({Reason.UNKNOWN, Reason.REVOKED})  # refusals of the claim of a piece that its owner has ended
@@ -357,8 +350,10 @@ class DecodeSide:
             if peer.line.is_set_aside and peer.state is S.READY:
                 self._take_back(peer)
             counters["bytes.read" if look is None else "bytes.looked_at"] += transfer.read.num_bytes
-            if transfer.beside:
-                transfer.show_pace(now)
+            if transfer.beside and now > transfer.posted_at:
+                # By Little's law a peer's reads end that far apart, with packed copies or without.
+                apart_s = (now - transfer.posted_at) / transfer.beside
+                peer.asks.pace.note(is_first=transfer.is_packed, num_bytes=transfer.read.num_bytes, seconds=apart_s)
         elif ending is ENDING.REFUSED:
             # Preparing a table takes a while, so that its refusal and the pull's deadline may be found in one turn. The
             # pull must fail with the rank's fault, so the rank is lost before the pull hears of its transfer.
