@@ -427,11 +427,7 @@ def _held(order: Flown, cause: BaseException) -> PullCancelled:
     held: dict[int, tuple[int, ...]] = {}
     with suppress(TypeError, ValueError):  # nothing was ever pulled into malformed groups
         held = {i: tuple(b for b in ids if b is not None) for i, (_, ids) in enumerate(getattr(order, "groups", ()))}
-    error = PullCancelled(
-        f"request {order.request_id!r}: its end is not known ({cause!r})",
-        request_id=order.request_id,
-        reason="cancelled",
-        held=held,
-    )
+    said = f"request {order.request_id!r}: its end is not known ({cause!r})"
+    error = PullCancelled(said, request_id=order.request_id, reason="cancelled", held=held)
     error.__cause__ = cause
     return error
