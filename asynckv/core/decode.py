@@ -202,7 +202,7 @@ class DecodeSide:
         for peer in self.peers.in_the_way(engine_id, ranks):
             text = f"{peer.where} has not answered, and gave way to others that were named since; correct the endpoints"
             for other in self._pulls_of(peer):
-                source = other.source_at(peer.place)
+                source = _source_at(peer, other)
                 if source.reads and not source.proven and other.reason is None:
                     # Other ranks might hold the same, but meeting them would take the room that is needed here.
                     other.could_not_meet(now + self._config.backoff_s)
@@ -864,7 +864,7 @@ class DecodeSide:
                 # The link broke while other pulls owed a release there, and this pull meets the same process start
                 # again. The releases are still owed to it, and fail with the new peer if it is lost as well.
                 for pull_id in before.pulls:
-                    if not self.pulls[pull_id].source_at(before.place).is_settled:
+                    if not _source_at(before, self.pulls[pull_id]).is_settled:
                         self.peers.attach(peer, pull_id, now)
                 before.pulls.clear()
         if pull.pull_id not in peer.pulls:
@@ -897,7 +897,7 @@ class DecodeSide:
         self.posting.take_turn(peer.line)
         self.follows.ready(peer, now)
         for pull in self._pulls_of(peer):
-            source = pull.source_at(peer.place)
+            source = _source_at(peer, pull)
             if source.role is ROLE.READ and not pull.is_published:
                 # Two requests may give one endpoint different names while its handshake runs. The answer decides, and
                 # the request that named it wrongly fails here.
@@ -923,7 +923,7 @@ class DecodeSide:
         peer.num_failed = 0
         self.follows.lost(peer, reason, detail, now)
         for pull in self._pulls_of(peer):
-            was_well, source = pull.failure is None, pull.source_at(peer.place)
+            was_well, source = pull.failure is None, _source_at(peer, pull)
             if pull.is_published:
                 there = self.peers.by_place.get(source.rank.place)  # another peer, if the rank was met anew
                 if source.release is not RELEASE.SETTLED and (there is None or there.state is S.GONE):
@@ -973,3 +973,7 @@ class DecodeSide:
                 if peer is not None and peer.line.is_set_aside:
                     return True
         return False
+
+
+def _source_at(peer: Peer, pull: Pull) -> Source:
+    return pull.sources[pull.route.index[peer.place]]

@@ -31,18 +31,7 @@ from asynckv.core import notes
 from asynckv.core.events import ENDING, TransferEnded
 from asynckv.core.routes import Route, refusal
 from asynckv.core.source import MAX_CLAIM_PAUSE_S, RELEASE, ROLE, UNBLAMED, Blame, Source
-from asynckv.core.types import (
-    Cohort,
-    How,
-    KVTransferParams,
-    Outcome,
-    Place,
-    PullId,
-    Reason,
-    RequestId,
-    TransferId,
-    members,
-)
+from asynckv.core.types import Cohort, How, KVTransferParams, Outcome, PullId, Reason, RequestId, TransferId, members
 from asynckv.core.wire import Claim, Granted, Message, NotYet, Refused, Release, Renew
 from asynckv.errors import LocalProtocolError, RemoteTooShort
 from asynckv.geometry.blocks import BlockIds
@@ -334,9 +323,6 @@ class Pull:
             if source.running or source.doubtful:
                 return True
         return False
-
-    def source_at(self, place: Place) -> Source:
-        return self.sources[self.route.index[place]]
 
     @property
     def wake_at(self) -> float:
