@@ -45,7 +45,7 @@ from asynckv.embed.orders import (
     WithdrawTicket,
 )
 from asynckv.engine import Engine, LentRequest
-from asynckv.errors import AsyncKVError, EngineClosed, LocalProtocolError, PullCancelled, PullError
+from asynckv.errors import AsyncKVError, EngineClosed, LocalProtocolError, PullCancelled
 from asynckv.results import LeaseEnd
 from asynckv.tiers import Offload
 
@@ -384,17 +384,15 @@ class _Flight:
         desk, order = self._desk, self.order
         if self not in self.others:
             return
-        kind, report = AWAITED[type(order)], object()
         try:
-            report = self._result_of(job)
-        except AsyncKVError as exc:
-            kind, report = _of(order, "failed"), Failed(order.request_id, exc)
-            self.is_held = isinstance(exc, PullError) and bool(exc.held)
+            kind, report = AWAITED[type(order)], self._result_of(job)
         except Exception as exc:
-            self.bug = exc
-            if not isinstance(order, Follow) and not job.is_free:
-                return  # it is told once it is known what becomes of the blocks
-            kind, report = _of(order, "failed"), Failed(order.request_id, exc)
+            failed = Failed(order.request_id, exc)
+            kind, report, self.is_held = _of(order, "failed"), failed, failed.is_held
+            if not isinstance(exc, AsyncKVError):
+                self.bug = exc
+                if not isinstance(order, Follow) and not job.is_free:
+                    return  # it is told once it is known what becomes of the blocks
         if not self.is_held:
             self.leave()
         desk._tell(kind, report, self.is_awaited)
