@@ -361,9 +361,11 @@ def _held_as(pull: Pull) -> tuple[str, float]:
     return pull.state.value, pull.deadline
 
 
-def is_hidden(pull: Pull) -> bool:
+def is_hidden(request: Lease | Pull | Following) -> bool:
     """Return True for a piece that is part of its request, and holds nothing after its end."""
-    return pull.kind is Kind.PIECE and (pull.is_returned or not pull.is_published)
+    if not isinstance(request, Pull) or request.kind is not Kind.PIECE:
+        return False
+    return request.is_returned or not request.is_published
 
 
 def retry_status(hold: HeldBlocks) -> RequestStatus:

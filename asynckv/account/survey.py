@@ -251,11 +251,7 @@ class Survey:
             if work >= SLICE_TOLD or looked >= SLICE_FOUND:
                 work = looked = 0
                 yield  # keep `now`, because with ages from several moments the oldest may not seem the oldest
-            if (
-                request.is_over
-                or (isinstance(request, Pull) and is_hidden(request))
-                or (asked.request_id and not _is_named(request, asked.request_id))
-            ):
+            if request.is_over or is_hidden(request) or (asked.request_id and not _is_named(request, asked.request_id)):
                 continue
             if told is not None and (len(requests) >= asked.most or letters >= MAX_TEXT):
                 return str(told.number)
