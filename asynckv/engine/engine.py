@@ -825,15 +825,14 @@ class Engine:
         self._home.here(self.cancel)
         request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
         driver, follows_on = self._driver, flag("follows_on", follows_on)
-        if params is not None and not driver.core.is_pulled(request_id):
-            wanted = decode_params(params)
+        given = None if params is None else decode_params(params)
+        if given is not None and not driver.core.is_pulled(request_id):
             if self._life.is_shut or self._life.state is LifeState.SUSPENDED:
                 raise EngineClosed(f"the engine is {self._life.state.value}, and cannot tell its peers")
             driver.soon()
-            driver.core.discharge(request_id, wanted, cohort_id, self._clock.now())
+            driver.core.discharge(request_id, given, cohort_id, self._clock.now())
             return True
         driver.soon()
-        given = None if params is None else decode_params(params)
         return driver.core.cancel(request_id, self._clock.now(), follows_on=follows_on, params=given)
 
     async def returned(self, request_id: str) -> None:
