@@ -236,7 +236,7 @@ class EngineDesk:
             case Follow():
                 self._begin(order, engine._begin_follow, lambda x: Offer(order.request_id, engine._offer_of(x)), given)
             case StartEarly():
-                self._begin(order, engine._begin_early, engine._result_of, given)
+                self._begin(order, engine._begin_pull, engine._result_of, given | {"is_early": True})
             case Pull():
                 flights = self._flights.get((Pull, str(order.request_id)), ())
                 early = next((x for x in flights if isinstance(x.order, StartEarly) and not x.is_held), None)

@@ -598,7 +598,9 @@ class Engine:
         if groups is not None:
             given = tuple(groups) if isinstance(groups, Iterable) else groups
             check_block_ids(self.registration.layout, given)
-            caller.begin_early = lambda piece: self._begin_early(None, request_id, given, piece, None, cohort_id, chain)
+            caller.begin_early = lambda piece: self._begin_pull(
+                None, request_id, given, piece, cohort_id=cohort_id, hashes=chain, is_early=True
+            )
         following = self._begin_follow(caller, request_id, follow, wait_s, cohort_id, groups is not None)
         return await caller.offer(self._driver, following)
 
@@ -622,29 +624,6 @@ class Engine:
         )
         following.waiter = waiter
         return following
-
-    def _begin_early(
-        self,
-        waiter: Waiter[Request] | None,
-        request_id: str,
-        groups: Groups,
-        params: KVTransferParams | Mapping[str, Any],
-        num_tokens: int | None,
-        cohort_id: str,
-        hashes: Sequence[str] | None,
-    ) -> Request:
-        """Begin to fill blocks with pieces, the first of which these params describe."""
-        self._home.here(self.follow)
-        request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
-        if num_tokens is not None:
-            num_tokens = integer("num_tokens", num_tokens, 0, MAX_TOKENS)
-        if hashes is not None:
-            hashes = texts("hashes", hashes, MAX_HASHES, MAX_NAME)
-        self._driver.soon()
-        wanted = PullRequest(request_id, groups, decode_params(params), cohort_id, hashes, num_tokens)
-        request = self._driver.core.start_early(wanted, self._clock.now())
-        request.waiter = waiter
-        return request
 
     def _offer_of(self, following: Following) -> dict[str, Any]:
         return offer_of(following)
@@ -743,19 +722,23 @@ class Engine:
 
     def _begin_pull(
         self,
-        waiter: Waiter[Request],
+        waiter: Waiter[Request] | None,
         request_id: str,
         groups: Groups,
         params: KVTransferParams | Mapping[str, Any],
-        timeout_s: float | None,
-        cohort_id: str,
-        hashes: Sequence[str] | None,
-        num_tokens: int | None,
-        is_last: bool,
-        priority: int,
-        retries: int | None,
+        timeout_s: float | None = None,
+        cohort_id: str = "",
+        hashes: Sequence[str] | None = None,
+        num_tokens: int | None = None,
+        is_last: bool = True,
+        priority: int = 0,
+        retries: int | None = None,
+        *,
+        is_early: bool = False,
     ) -> Request:
-        """Begin a pull; the waiter is told of its end."""
+        """Begin a pull, or a head start with a first piece, which these params describe; the waiter is told of its
+        end.
+        """
         self._home.here(self.pull)
         config = self.config.pull
         timeout = config.timeout_s if timeout_s is None else seconds("timeout_s", timeout_s)
@@ -778,9 +761,10 @@ class Engine:
         try:
             wanted = decode_params(params)
             asked = PullRequest(request_id, groups, wanted, cohort_id, hashes, num_tokens, is_last, priority)
-            request = driver.core.pull(asked, most, timeout, now)
+            request = driver.core.start_early(asked, now) if is_early else driver.core.pull(asked, most, timeout, now)
         except AsyncKVError as exc:
-            driver.recorder.pull_refused(request_id, wanted or params, exc, now)
+            if not is_early:
+                driver.recorder.pull_refused(request_id, wanted or params, exc, now)
             raise
         request.waiter = waiter
         return request

@@ -229,7 +229,7 @@ class Rank(StagedRank):
         """Note what a rank lends, for the rules about packets."""
         wire, service = self.service.wire, self.service
         engine: Any = self.engine
-        lend, lend_piece, begin_early = engine.lend, engine.lend_piece, engine._begin_early
+        lend, lend_piece, begin_pull = engine.lend, engine.lend_piece, engine._begin_pull
 
         def token_of(params: Any) -> str:
             token = msgspec.convert(params["key"], Key).token
@@ -248,12 +248,12 @@ class Rank(StagedRank):
             wire.spent(process, engine.incarnation, token)
             service.met(PIECE, service.tickets[ticket], process)
 
-        def begins_early(waiter: Any, request_id: str, *args: Any, **options: Any) -> Any:
-            if number_of(request_id) in self.unfit:
+        def begins(waiter: Any, request_id: str, *args: Any, is_early: bool = False, **options: Any) -> Any:
+            if is_early and number_of(request_id) in self.unfit:
                 raise PlanRefused(f"request {request_id} does not fit")
-            return begin_early(waiter, request_id, *args, **options)
+            return begin_pull(waiter, request_id, *args, is_early=is_early, **options)
 
-        engine.lend, engine.lend_piece, engine._begin_early = lends, lends_piece, begins_early
+        engine.lend, engine.lend_piece, engine._begin_pull = lends, lends_piece, begins
 
     def pieces_ended(self, process: Process, ticket: str) -> None:
         for token in self.pieces.pop(ticket, ()):
