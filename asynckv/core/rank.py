@@ -196,10 +196,8 @@ class RankCore:
         share = self.config.pull.second_look
         sources: list[Source] = []
         for rank in route.ranks:
-            sources.append(Source(pull_id, rank, predicted if rank.is_predicted else other))  # noqa: PERF401
-        if params.recall:
-            for source in sources:
-                source.confirms = True
+            role = predicted if rank.is_predicted else other
+            sources.append(Source(pull_id, rank, role, confirms=params.recall is True))
         return Pull(
             pull_id=pull_id,
             request_id=RequestId(request.request_id),
