@@ -159,11 +159,7 @@ class Engine:
         # Bind the loop first, because a data plane may take seconds to start, and no other thread may call meanwhile.
         self._home.settle()
         try:
-            try:
-                await self._begin()
-            except BaseException:
-                self._home.leave()
-                raise
+            await self._begin()
             await driver.control.start(driver.on_packet, driver.on_refused)
             await self._open_door()
             if self._ending.is_closing:
@@ -172,6 +168,8 @@ class Engine:
             self._started_at = self._clock.now()
             self._life.receive(LifeEvent.STARTED)
         except BaseException:
+            if not self._home.is_settled:
+                self._home.leave()
             with anyio.CancelScope(shield=True):
                 try:
                     await self._ending.close_planes()
