@@ -12,7 +12,7 @@ from msgspec import structs
 
 from asynckv.core.flow import InFlight, PeerLine, Posting
 from asynckv.core.pull import Effect, PullState
-from asynckv.core.source import UNBLAMED
+from asynckv.core.source import UNBLAMED, Role
 from asynckv.core.types import PullId, Reason, TransferId
 from asynckv.core.wire import Claim, NotYet
 from tests.lab.oracles import wrong_in
@@ -212,4 +212,4 @@ def test_a_rank_that_was_given_up_claims_anew_when_it_is_read_after_all() -> Non
         assert isinstance(claim, Claim)
         assert pull.met(source, world.now) == []
         pull.goes_without(source, Reason.UNREACHABLE, "its agent was lost")
-        source.wanted()
+        source.role = Role.READ

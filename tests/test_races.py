@@ -358,7 +358,7 @@ def test_what_is_tried_again_may_do_better_then(reason: Reason) -> None:
     world, (prefill,), decode = world_of()
     pull = ask(world, prefill, decode, 0)
     request = Request(PullRequest("d0", [(0, [0])], pull.params), 1, 0.1, 50.0, 0.0)
-    pull.wanted(True, 0, request.retryable)
+    pull.retryable = request.retryable
     decode.core.decode.fail(pull, reason, "because", world.time(decode))
     request.pull = pull
     request.ended(world.time(decode))
@@ -371,7 +371,7 @@ def test_an_attempt_begins_when_its_rank_may_be_met_again_or_not_at_all(not_befo
     world, (prefill,), decode = world_of()
     pull = ask(world, prefill, decode, 0)
     request = Request(PullRequest("d0", [(0, [0])], pull.params), 1, 0.1, 50.0, 0.0)
-    pull.wanted(True, 0, request.retryable)
+    pull.retryable = request.retryable
     pull.could_not_meet(not_before)
     decode.core.decode.fail(pull, Reason.UNREACHABLE, "no answer", world.time(decode))
     request.pull = pull
@@ -387,7 +387,7 @@ def test_there_are_as_many_attempts_as_were_asked_for_and_pauses_between_them_ha
     pauses = []
     while request.state is not RequestState.OVER:
         pull = ask(world, prefill, decode, request.attempts)
-        pull.wanted(True, 0, request.retryable)
+        pull.retryable = request.retryable
         decode.core.decode.fail(pull, Reason.READ_FAILED, "broken", world.time(decode))
         request.pull = pull
         request.ended(0.0)

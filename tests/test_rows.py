@@ -326,7 +326,7 @@ def request(*, is_last: bool = True) -> Request:
     wanted = PullRequest("d", [(0, [2])], PARAMS, is_last=is_last)
     it = Request(wanted, 2, 0.1, 50.0, 0.0)
     attempt = Attempt()
-    attempt.pull.wanted(is_last, 0, it.retryable)
+    attempt.pull.is_last, attempt.pull.retryable = is_last, it.retryable
     it.pull = attempt.to(S.READING).pull
     return it
 
@@ -334,7 +334,7 @@ def request(*, is_last: bool = True) -> Request:
 def failed(it: Request, doubt: bool = False) -> Request:
     """Its attempt fails in a way that another may get over."""
     attempt = Attempt()
-    attempt.pull.wanted(it.wanted.is_last, 0, it.retryable)
+    attempt.pull.is_last, attempt.pull.retryable = it.wanted.is_last, it.retryable
     attempt.notifying(doubt)
     it.pull = attempt.pull
     it.ended(1.0)

@@ -206,7 +206,8 @@ class Inspector:
         decode, prefill, step_at = self._decode, self._prefill, self._decode.alive_at
         since = {"result": self._untaken(), "announcement": list[float](), "claim": prefill.claimed_at(now)}
         if now - step_at >= LEAST_STEP_S:  # otherwise nothing is counted, because there may be very many
-            since["announcement"] = [x.called_at for x in decode.pulls.values() if x.is_to_be_pulled]
+            announced = [x for x in decode.pulls.values() if x.kind is Kind.ANNOUNCEMENT and not x.is_published]
+            since["announcement"] = [x.called_at for x in announced]
             since["announcement"] += [at for at, _ in decode.abandoned.values() if at == step_at]
         least = dict.fromkeys(since, LEAST_STEP_S)
         if step_at == math.inf:

@@ -149,7 +149,7 @@ class DecodeSide:
         for source in () if lists.is_empty else pull.sources:
             if source.role is ROLE.RELEASE_ONLY and source.tables is None and pull.failure is None:
                 # The rank could not be met while the request was only announced, perhaps long ago: try once more.
-                source.wanted()
+                source.role = ROLE.READ
                 self._meet(pull, source, now)
         self._route(pull, now, at_once=True)
 
@@ -842,7 +842,7 @@ class DecodeSide:
         """Meet all ranks that this rank answers for, or fail the pull, because they are met and do not hold enough."""
         others = [source for source in pull.sources if source.role is ROLE.UNKNOWN]
         for source in others:
-            source.wanted()
+            source.role = ROLE.READ
         for source in others:
             if pull.failure is None:
                 self._meet(pull, source, now)

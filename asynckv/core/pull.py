@@ -380,10 +380,6 @@ class Pull:
     def steps(self) -> int:
         return 1 + len(self.sources)
 
-    @property
-    def is_to_be_pulled(self) -> bool:
-        return self.kind is KIND.ANNOUNCEMENT and not self.is_published
-
     def take_warning(self, now: float) -> bool:
         """Return True once after `warn_s` in one state, and again at each doubling of that time."""
         if now < self.warn_at:
@@ -397,10 +393,6 @@ class Pull:
         return True
 
     # -- events ------------------------------------------------------------------------------------
-
-    def wanted(self, is_last: bool, priority: int, retryable: frozenset[Reason]) -> None:
-        """Set options that an announcement lacks, or that the caller changed since."""
-        self.is_last, self.priority, self.retryable = is_last, priority, retryable
 
     def start(self, lists: BlockLists, deadline: float, now: float) -> list[Effect]:
         after = ON_EVENT[self.state].get(E.STARTED) or self._impossible(E.STARTED)

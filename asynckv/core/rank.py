@@ -340,7 +340,8 @@ class RankCore:
             raise self._overloaded(request_id, "pulls wait")
         if pull is not None and pull.lists is None:
             self._check_announced(pull, wanted)
-            pull.wanted(wanted.is_last, wanted.priority, request.retryable)
+            # The announcement lacked these options, or the caller has changed them since.
+            pull.is_last, pull.priority, pull.retryable = wanted.is_last, wanted.priority, request.retryable
         else:
             # A full prefix hit reads no rank, so no rank need be met, and all ranks are released.
             kind = KIND.HIT if lists.is_empty else KIND.PULL
@@ -444,7 +445,7 @@ class RankCore:
         elif pull is not None:
             if isinstance(pull.owner, Request):
                 pull.owner.stop(Reason.CANCELLED, is_last=True)
-            pull.wanted(True, pull.priority, pull.retryable)
+            pull.is_last = True
             self.decode.cancel(pull, now)
         return request is not None or pull is not None or following is not None
 

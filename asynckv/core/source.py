@@ -152,9 +152,6 @@ class Source:
     def is_settled(self) -> bool:
         return self.release is RELEASE.SETTLED
 
-    def wanted(self) -> None:
-        self.role = ROLE.READ
-
     def not_wanted(self) -> None:
         self.role, self.tables, self.claim_at = ROLE.RELEASE_ONLY, None, math.inf
         self.nonces.clear()  # it claims anew if it is wanted after all

@@ -90,11 +90,10 @@ class LentRequest:
     def _how(self) -> LeaseEnd:
         lease = self._lease
         cause = lease.state.value if lease.is_over else "closed"
-        ended_at = lease.ended_at if lease.is_over else self._driver.clock.now()
         return LeaseEnd(
             lease.lent.request_id,
             cause,
             {str(reader): x.outcome.value for reader, x in lease.discharged.items()},
             () if cause == "released" else lease.owed(),
-            ended_at - lease.lent_at,
+            min(lease.ended_at, self._driver.clock.now()) - lease.lent_at,
         )
