@@ -318,9 +318,7 @@ class PrefillSide:
         if effects.has_ended or wakes or lease.is_sampled or self._outbox.trace or lease.ended_copies:
             self._follow(lease, effects, noted)
 
-    def pack(
-        self, pack: Pack, reply_to: ReplyTo, sender: str, now: float, principal: str = "", proven: str = ""
-    ) -> None:
+    def pack(self, pack: Pack, reply_to: ReplyTo, sender: str, now: float, principal: str, proven: str) -> None:
         """Make a packed copy for the grant of a pull, or refuse to. `principal` is the key or host that asks."""
         lease, holding = self.leases.get(pack.key), self._ledger.get(pack.key.token)
         grant = lease.grant_of(PullId(pack.pull_id), sender, now, proven) if lease is not None else None
@@ -342,7 +340,7 @@ class PrefillSide:
         self._outbox.counters["copies.refused"] += 1
         self._outbox.send(reply_to, sender, Packed(pack.key, pack.pull_id, pack.nonce, NO_SLOT))
 
-    def unpack(self, unpack: Unpack, sender: str, now: float, proven: str = "") -> None:
+    def unpack(self, unpack: Unpack, sender: str, now: float, proven: str) -> None:
         """Let go of a packed copy. A stranger's word would have it overwritten while its reader reads."""
         lease = self.leases.get(unpack.key)
         if lease is not None and lease.grant_of(PullId(unpack.pull_id), sender, now, proven) is not None:

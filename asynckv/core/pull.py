@@ -615,7 +615,7 @@ class Pull:
 
     def make_messages(self, nonces: Iterator[int], now: float) -> Iterable[tuple[Source, Message]]:
         out: list[tuple[Source, Message]] = []
-        params = self.params
+        key, request_id = self.params.key, self.params.request_id
         for source in self.sources:
             if now >= source.claim_at:
                 if source.role is ROLE.READ and self.reason is None:
@@ -623,14 +623,11 @@ class Pull:
                     seconds = 0.001 if left < 0.001 else left if left < MAX_ASKED_S else MAX_ASKED_S
                     nonce, covered = next(nonces), now < source.covered_until
                     source.claimed(nonce, self.limits.claim_retry_s, now)
-                    asked: Message = (
-                        Renew(params.key, self.pull_id, nonce, seconds)
-                        if covered
-                        else Claim(
-                            params.key, params.request_id, self.cohort, self.pull_id, nonce, self.digest, seconds
-                        )
-                    )
-                    out.append((source, asked))
+                    if covered:
+                        out.append((source, Renew(key, self.pull_id, nonce, seconds)))
+                    else:
+                        claim = Claim(key, request_id, self.cohort, self.pull_id, nonce, self.digest, seconds)
+                        out.append((source, claim))
                 else:
                     source.claim_at = math.inf
             if now >= source.release_at:

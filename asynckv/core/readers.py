@@ -134,10 +134,9 @@ class Readers:
                 if not isinstance(message, wire.Renew):
                     reader = message.cohort.name(source)
             case wire.Hello():
-                is_meant = self._is_meant(message)
-                answer = (
-                    wire.Unwelcome(message.nonce, Reason.RESTARTED, detail) if is_meant else self._wrong_target(message)
-                )
+                answer = wire.Unwelcome(message.nonce, Reason.RESTARTED, detail)
+                if not self._is_meant(message):
+                    answer = self._wrong_target(message)
                 what, reader = "hello", message.reader.name(source)
             case _:
                 return

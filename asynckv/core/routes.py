@@ -60,9 +60,7 @@ class Route:
 class Routes:
     """Knowledge about prefill groups, and about the ranks that were met."""
 
-    def __init__(
-        self, layout: Layout, on_tables: Callable[[Peer, PeerTables], None], costs: ReadCosts | None = None
-    ) -> None:
+    def __init__(self, layout: Layout, on_tables: Callable[[Peer, PeerTables], None], costs: ReadCosts | None) -> None:
         self._layout, self._on_tables, self._costs = layout, on_tables, costs
         # All peers share one source of ids, because two of them may be one process under two addresses.
         self._table_ids = itertools.count(1)

@@ -616,10 +616,9 @@ class Engine:
         wait = self.config.pull.follow_s if wait_s is None else seconds("wait_s", wait_s)
         request_id, cohort_id = text("request_id", request_id), text("cohort_id", cohort_id, MAX_NAME)
         takes_pieces, target = flag("takes_pieces", takes_pieces), decode_follow(follow)
-        self._driver.soon()
-        following = self._driver.core.follow(
-            request_id, target, cohort_id, wait, self._clock.now(), takes_pieces=takes_pieces
-        )
+        driver, now = self._driver, self._clock.now()
+        driver.soon()
+        following = driver.core.follow(request_id, target, cohort_id, wait, now, takes_pieces=takes_pieces)
         following.waiter = waiter
         return following
 
