@@ -699,10 +699,10 @@ class DecodeSide:
                 self._make_room(source)
             if self._to_look:
                 self._to_look.pop(source, None)
-            is_new = pull.reason is Reason.DIFFERS and peer is not None and not peer.has_differed
-            if is_new and peer is not None and source.differs is not None:
+            differs = source.differs if pull.reason is Reason.DIFFERS else None
+            if differs is not None and peer is not None and not peer.has_differed:
                 peer.has_differed = True
-                self._outbox.commands.append(BytesDiffer(peer.name, pull.request_id, *source.differs))
+                self._outbox.commands.append(BytesDiffer(peer.name, pull.request_id, *differs))
         return effects
 
     def _attempt_ended(self, pull: Pull, request: Request, now: float) -> None:
@@ -967,12 +967,8 @@ class DecodeSide:
 
     def _is_aside(self, pull: Pull) -> bool:
         """True if the pull waits for a rank that sends nothing."""
-        for source in pull.sources:
-            if source.role is ROLE.READ and not source.proven:
-                peer = self.peers.by_place.get(source.rank.place)
-                if peer is not None and peer.line.is_set_aside:
-                    return True
-        return False
+        waits_for = [self.peer_of(source) for source in pull.sources if source.reads and not source.proven]
+        return any(peer is not None and peer.line.is_set_aside for peer in waits_for)
 
 
 def _source_at(peer: Peer, pull: Pull) -> Source:
