@@ -142,14 +142,12 @@ class Ledger:
             if holder.kind == other:
                 occupant = self.occupants.get(holder.holder)
                 what = occupant.what if occupant is not None else ""
-                names.setdefault(what, []).append(repr(holder.request_id[:200]))
-        said = []
-        for what, some in names.items():
-            if other == "writing":
-                verb = f"still being written by a {what or 'pull'} of"
-            else:
-                verb = f"still being read by a {what} of" if what else "lent to"
-            said.append(f"{verb} {', '.join(some)}")
+                if other == "writing":
+                    verb = f"still being written by a {what or 'pull'} of"
+                else:
+                    verb = f"still being read by a {what} of" if what else "lent to"
+                names.setdefault(verb, []).append(repr(holder.request_id[:200]))
+        said = [f"{verb} {', '.join(some)}" for verb, some in names.items()]
         return LocalProtocolError(
             f"block {block} of group {group} cannot be {'read' if kind == 'lent' else 'filled'}: it is "
             f"{' and '.join(said) or 'held by no request'}; wait until it is returned or released"
