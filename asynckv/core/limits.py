@@ -48,7 +48,10 @@ class Limiter:
 
     def take(self, sharer: Hashable, now: float) -> bool:
         """Take a token, if there is one."""
-        bucket = self.buckets.get(sharer) or self._new(sharer, now)
+        if (bucket := self.buckets.get(sharer)) is None:
+            if len(self.buckets) >= MAX_BUCKETS:
+                self.buckets.popitem(last=False)
+            bucket = self.buckets[sharer] = [self._burst, now]
         level = min(self._burst, max(bucket[0], -self._burst) + (now - bucket[1]) * self._rate)
         is_good = level >= 1 - 1e-9
         bucket[:] = level - 1 if is_good else level, now
@@ -60,9 +63,3 @@ class Limiter:
         if not self.take(sharer, now):
             cost += 1
         self.buckets[sharer][0] -= cost - 1
-
-    def _new(self, sharer: Hashable, now: float) -> list[float]:
-        if len(self.buckets) >= MAX_BUCKETS:
-            self.buckets.popitem(last=False)
-        bucket = self.buckets[sharer] = [self._burst, now]
-        return bucket
