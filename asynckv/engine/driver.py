@@ -518,9 +518,8 @@ class Driver:
                     case DetachRead(transfer_id, is_posted, is_look):
                         if not is_posted or is_look or self.data.detach(transfer_id):
                             ending = Ending.DETACHED if is_posted else Ending.FAILED
-                            self.core.decode.ended(
-                                TransferEnded(transfer_id, ending, "its request has ended"), 0.0, now
-                            )
+                            ended = TransferEnded(transfer_id, ending, "its request has ended")
+                            self.core.decode.ended(ended, 0.0, now)
                     case PackBlocks(slot, gathered):
                         self.data.pack(slot, gathered)
                     case PeerReached(peer, before, after):
