@@ -257,7 +257,7 @@ class EngineDesk:
                 for flight in self._flights.get((Follow, str(order.request_id)), ()):
                     flight.is_awaited = False
                 engine.cancel(**given)
-                if engine._offload is not None and not order.follows_on:  # else its request goes on too
+                if engine._driver.guests and not order.follows_on:  # else its request goes on too
                     self._offload().cancel(order.request_id)
             case Lend(params):
                 name = params.get("request_id") if isinstance(params, Mapping) else getattr(params, "request_id", None)
@@ -291,8 +291,9 @@ class EngineDesk:
                 )
 
     def _offload(self) -> Offload:
-        if isinstance(offload := self.engine._offload, Offload):
-            return offload
+        for guest in self.engine._driver.guests:
+            if isinstance(guest.owner, Offload):
+                return guest.owner
         raise LocalProtocolError("this engine has no offload; start an Offload(config, engine) on its loop first")
 
     def _refuse(self, order: Order | Recall, error: Exception) -> None:

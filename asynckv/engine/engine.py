@@ -845,11 +845,6 @@ class Engine:
     # -- for a desk and its thread -------------------------------------------------------------------
 
     @property
-    def _offload(self) -> object | None:
-        """Return the `Offload` that uses this engine's memory; None if there is none."""
-        return next((guest.owner for guest in self._driver.guests), None)
-
-    @property
     def _is_asleep(self) -> bool:
         return self._driver.core.decode.alive_at == math.inf
 
