@@ -451,7 +451,7 @@ def quiet(engine: Engine) -> tuple[Any, ...]:
     engine.check_integrity()
     statistics, core = engine.statistics(), engine._driver.core
     gauges = {k: v for k, v in statistics.gauges.items() if k != "peers"}
-    return (gauges, engine.holds(), core.requests, core.is_closed, engine._ending._suspending)
+    return (gauges, engine.holds(), core.requests, core.prefill.closed_as, engine._ending._suspending)
 
 
 def arguments(params: dict[str, Any], number: int) -> dict[str, dict[str, Any]]:

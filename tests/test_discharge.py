@@ -125,7 +125,7 @@ async def test_a_draining_engine_discharges_and_a_sleeping_one_cannot(bench: Ben
         lent = [prefill.engine.lend(first), prefill.engine.lend(second)]
         decode.engine.announce("d", first)
         draining = asyncio.create_task(decode.engine.drain(5.0))
-        await until(lambda: decode.engine._driver.core.is_closed)
+        await until(lambda: bool(decode.engine._driver.core.prefill.closed_as))
         decode.engine.cancel("d", first)
         decode.engine.cancel("never announced", second)
         assert await passing(bench, draining) == ()

@@ -153,7 +153,7 @@ def state(engine: Engine) -> tuple[Any, ...]:
     known = (
         engine.statistics(),
         len(engine.holds()),
-        core.is_closed,
+        core.prefill.closed_as,
         core.next_at,
         bool(outbox.messages),
         len(outbox.commands),

@@ -519,7 +519,7 @@ class RankCore:
 
     def shut(self, how: str = "draining") -> None:
         """Take nothing new, and tell all ranks that shook hands. `how` is a word for people."""
-        was_open = not self.is_closed
+        was_open = not self.prefill.closed_as
         self.prefill.shut(how)
         if was_open:
             self.readers.say_draining()
@@ -530,10 +530,6 @@ class RankCore:
         for peer in self.decode.peers.by_place.values():
             if peer.state is PeerState.READY:
                 self.outbox.send(peer.address, peer.incarnation, wire.Goodbye())
-
-    @property
-    def is_closed(self) -> bool:
-        return bool(self.prefill.closed_as)
 
     @property
     def requests(self) -> list[Request]:
