@@ -18,12 +18,10 @@ import msgspec
 from asynckv import errors
 from asynckv.core.attempts import RETRYABLE, Request, RequestState, blocks_of
 from asynckv.core.following import Following
-from asynckv.core.head_start import HeadStart
 from asynckv.core.pull import Pull
 from asynckv.core.types import How, KVTransferParams, Reason
 from asynckv.engine.driver import Driver
 from asynckv.errors import AsyncKVError, EngineClosed, PullCancelled, PullError
-from asynckv.geometry.layout import Layout
 from asynckv.observe.log import phases
 from asynckv.results import PullResult
 
@@ -118,22 +116,18 @@ def offer_of(following: Following) -> dict[str, Any]:
 
 def outcome(driver: Driver, request: Request) -> PullResult:
     """Return the result of a request that is over, or raise its error."""
-    pull = request.pull
+    pull, head = request.pull, request.head
     if request.refusal is not None:
         raise request.refusal
     if not request.attempts:
         raise _early(driver, request)
     if pull is None or pull.reason is None:
         raise EngineClosed("the engine was closed")
-    if pull.reason is Reason.COMPLETE:
-        return result_of(pull, driver.core.identity.layout, request.head)
     if request.stopped is Reason.CANCELLED and request.was_promised:
         last = error_of(driver, pull)
         raise _cancelled(last) from last
-    raise error_of(driver, pull)  # kept in no variable: its traceback would keep that
-
-
-def result_of(pull: Pull, layout: Layout, head: HeadStart | None) -> PullResult:
+    if pull.reason is not Reason.COMPLETE:
+        raise error_of(driver, pull)  # kept in no variable: its traceback would keep that
     assert pull.lists is not None
     return PullResult(
         request_id=pull.request_id,
@@ -143,7 +137,7 @@ def result_of(pull: Pull, layout: Layout, head: HeadStart | None) -> PullResult:
         descriptors_planned=pull.measures.num_descriptors,
         descriptors_posted=pull.measures.num_descriptors_posted,
         phases=phases(pull),
-        padding=tuple(pull.lists.padding(layout)),
+        padding=tuple(pull.lists.padding(driver.core.identity.layout)),
         num_tokens=pull.lists.num_tokens,
         attempts=pull.attempt,
         num_pieces=0 if head is None else head.num_pieces,
