@@ -265,7 +265,9 @@ class Inspector:
         reason, until, names = str(hold.kind), math.inf, tuple[str, ...]()
         if isinstance(request, Pull):
             names = tuple(x.where for x in request.sources if x.is_waited_for)
-            reason, until = _held_as(request)
+            reason, until = request.state.value, request.deadline
+            if request.is_published:
+                reason, until = "retired" if request.is_retired else "quarantined", request.retire_at
         elif isinstance(request, Lease):
             names, reason, until = waits_for(request, MAX_RANKS), request.state.value, request.until
         elif request is not None:
@@ -353,13 +355,6 @@ def _holder(request: Lease | Pull) -> str:
         return request.lent.key.token
     owner = request.owner if request.kind is Kind.PIECE else None
     return owner.head.holder if isinstance(owner, Request) and owner.head is not None else request.pull_id
-
-
-def _held_as(pull: Pull) -> tuple[str, float]:
-    """Return in a word why a pull's blocks are held, and when that ends at the latest."""
-    if pull.is_published:
-        return "retired" if pull.is_retired else "quarantined", pull.retire_at
-    return pull.state.value, pull.deadline
 
 
 def is_hidden(request: Lease | Pull | Following) -> bool:
