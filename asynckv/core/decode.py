@@ -401,9 +401,9 @@ class DecodeSide:
         if failure:
             self._failed(peer, Reason.UNREACHABLE, failure, now, How.NOT_LOADED)
             return
-        for other in self.peers.at(peer.address):
+        for other in self.peers.at(peer.address, S.READY, S.SUSPECT):
             # One address serves one process start at a time.
-            if other is not peer and other.state in (S.READY, S.SUSPECT):
+            if other is not peer:
                 self._lose(other, Reason.RESTARTED, f"{peer.where} answers there now", now, How.REPLACED)
         self._ready(peer, now)
 
@@ -427,16 +427,16 @@ class DecodeSide:
             self._lose(peer, Reason.ENGINE_CLOSED, detail, now, How.LEFT)
 
     def hint(self, address: Address, how: How, text: str = "") -> None:
-        for peer in self.peers.greeted(address):
+        for peer in self.peers.at(address, S.CONNECTING):
             peer.hint = how, text
 
     def refused(self, address: Address, detail: str, now: float) -> None:
-        for peer in self.peers.greeted(address):
+        for peer in self.peers.at(address, S.CONNECTING):
             how = peer.hint[0] if peer.hint is not None else How.NO_ANSWER
             self._failed(peer, Reason.UNREACHABLE, f"{peer.where} cannot be asked: {detail}", now, how)
 
     def foreign_version(self, address: Address, detail: str, now: float) -> None:
-        for peer in self.peers.greeted(address):
+        for peer in self.peers.at(address, S.CONNECTING):
             self._lose(peer, Reason.PROTOCOL, detail, now)
 
     def receive(self, message: wire.Message, address: Address, sender: str, now: float) -> None:

@@ -60,11 +60,8 @@ class Peers:
 
     # -- places ------------------------------------------------------------------------------------
 
-    def at(self, address: Address) -> list[Peer]:
-        return [p for p in self._there.get(address, ()) if p.state is not S.GONE]
-
-    def greeted(self, address: Address) -> list[Peer]:
-        return [p for p in self._there.get(address, ()) if p.state is S.CONNECTING]
+    def at(self, address: Address, *states: PeerState) -> list[Peer]:
+        return [p for p in self._there.get(address, ()) if p.state in states]
 
     def find(self, engine_id: str, rank: RemoteRank, now: float) -> Peer:
         """Return the peer at a rank's place, or a new one if the place must be met anew."""
