@@ -178,7 +178,7 @@ class Outbox:
 
 
 class Shared(NamedTuple):
-    """What the two sides of a rank share. `arrivals` numbers leases, pulls and followings together."""
+    """Parts that the two sides of a rank share. `arrivals` numbers leases, pulls and followings together."""
 
     ledger: Ledger
     outbox: Outbox
