@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from asynckv.account.waits import readers, waits, waits_for
-from asynckv.core.attempts import Request, blocks_of
+from asynckv.core.attempts import Request, RequestState, blocks_of
 from asynckv.core.flow import READING, WAITING
 from asynckv.core.following import Following
 from asynckv.core.lease import Lease
@@ -224,7 +224,8 @@ class Inspector:
 
     def _early(self) -> set[str]:
         """Return the holders of blocks that pieces fill."""
-        return {x.head.holder for x in self._decode.between.values() if x.head is not None and not x.attempts}
+        early = [x for x in self._decode.between.values() if not x.attempts]
+        return {x.head.holder for x in early if x.head is not None and not (x.state is RequestState.OVER and x.is_free)}
 
     def sharing(
         self, requests: Collection[KVTransferParams], now: float, *, has_ended: bool = False

@@ -159,7 +159,8 @@ class RankCore:
         assert following.params is not None
         waiting = self.decode.between.values()
         reads = [pull.params.key for pull in self.decode.pulls.values()] + [x.wanted.params.key for x in waiting]
-        if following.params.key in reads or any(x.head is not None and x.head.following is following for x in waiting):
+        early = [x.head for x in waiting if x.state is RequestState.EARLY]
+        if following.params.key in reads or any(head is not None and head.following is following for head in early):
             return  # another rank was offered it, and this one reads it; or its caller hears of it too, and decides
         cohort_id = following.cohort.id if following.cohort.id != self.cohort.id else ""
         with suppress(AsyncKVError):
@@ -346,14 +347,14 @@ class RankCore:
         num_tokens = params.num_tokens
         if wanted.num_tokens is not None or wanted.hashes is not None:
             num_tokens = self._wanted_tokens(wanted)
-        blocks = check_block_ids(self.identity.layout, wanted.groups, num_tokens)
+        blocks = whole = check_block_ids(self.identity.layout, wanted.groups, num_tokens)
         if request.head is not None:
-            blocks = request.head.rest(blocks, num_tokens, params)
+            blocks = request.head.rest(whole, num_tokens, params)
             self.ledger.drop(request.head.holder)
         # Check before anything is started, so that a caller with a wrong block may ask again with another.
         written = {}
-        for group, (_, ids) in enumerate(blocks):  # a comprehension is one more call
-            written[group] = ids
+        for group, (_, ids) in enumerate(whole):  # a comprehension is one more call
+            written[group] = ids  # also what pieces have brought, which nothing else may fill meanwhile
         held = self.ledger.check("writing", written)
         lists = BlockLists(blocks, params.groups, num_tokens, params.num_tokens)
         most = self.config.pull.max_queued
@@ -507,6 +508,12 @@ class RankCore:
     def is_pulled(self, request_id: str) -> bool:
         pull = self.decode.by_request.get(RequestId(request_id))
         return (pull is not None and pull.lists is not None) or request_id in self.decode.between
+
+    def is_taken(self, following: Following) -> bool:
+        """Return True if the request that was followed is announced or pulled with the params that were offered."""
+        request, pull = [x.get(following.request_id) for x in (self.decode.between, self.decode.by_request)]
+        known = [] if request is None else [request.wanted.params]
+        return following.params in [*known, *([] if pull is None else [pull.params])]
 
     def discharge(self, request_id: str, params: KVTransferParams, cohort_id: str, now: float) -> None:
         """Tell all ranks of a request that this reader needs nothing of it, announced or not.

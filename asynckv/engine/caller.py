@@ -74,10 +74,10 @@ class Caller:
                 await self._news.wait()
         except asyncio.CancelledError:
             # Nobody hears of an offer that came just now.
-            if following.params is not None and not core.is_early(following.request_id):
-                core.discharge(following.follow_id, following.params, following.cohort.id, driver.clock.now())
-            else:
+            if following.params is None or core.is_early(following.request_id):
                 core.cancel(following.request_id, driver.clock.now(), params=following.params)
+            elif not core.is_taken(following):
+                core.discharge(following.follow_id, following.params, following.cohort.id, driver.clock.now())
             driver.soon()
             raise
         if following.params is None and core.is_early(following.request_id):
