@@ -18,6 +18,7 @@ from asynckv.embed import EngineDesk, EndPieces, Finished, Lend, Offer, PrefillL
 from asynckv.embed import Follow as FollowOrder
 from asynckv.errors import AsyncKVError, ConfigError
 from asynckv.geometry.blocks import check_block_ids
+from asynckv.geometry.bounds import MAX_TOKENS
 from tests.engines import Bench, news_of, until
 from tests.test_follows import OTHER, TICKET, target_of
 from tests.test_head_start import HERE, THERE, Service, counters, head, sent
@@ -212,3 +213,35 @@ def test_a_pull_with_malformed_blocks_is_refused_with_a_clear_error() -> None:
     for groups in (None, [None], [(0, None)], 7):
         with pytest.raises(LocalProtocolError):
             ledger.pull("d", groups)  # type: ignore[arg-type]
+
+
+def test_a_follower_that_can_take_nothing_keeps_no_other_engine_from_a_head_start() -> None:
+    service = Service()
+    (prefill,) = service.prefill
+    offers = prefill.core.prefill.offers
+    offers.follow(Follow(OTHER, 1, Cohort("broken"), MAX_TOKENS), ReplyTo(b"x"), "s", 0.0, "", "")
+    prefill.core.lend(service.params(1, 0, "p/1", recall=True), 1, 0.0, OTHER, is_piece=True)
+    offers.follow(Follow(OTHER, 2, Cohort("broken"), MAX_TOKENS), ReplyTo(b"x"), "s", 0.0, "", "")
+    offers.follow(Follow(OTHER, 3, Cohort("well"), 0), ReplyTo(b"y"), "t", 0.0, "", "")
+    assert counters(prefill)["pieces.offered"] == 1
+
+
+def test_a_piece_looks_at_followers_that_wait_once_and_not_at_each_earlier_piece() -> None:
+    """With 2,048 followers and 256 pieces the loop was away for 60 ms, each time that a piece was lent."""
+    service = Service()
+    (prefill,) = service.prefill
+    offers, looks = prefill.core.prefill.offers, 0
+
+    class Tokens(int):
+        def __lt__(self, other: object) -> bool:  # `piece.begin <= have < piece.end`
+            nonlocal looks
+            looks += 1
+            return int(self) < other  # type: ignore[operator]
+
+    for number in range(100):
+        follow = Follow(OTHER, number, Cohort("c"), Tokens(MAX_TOKENS))
+        offers.follow(follow, ReplyTo(b"x"), f"s{number}", 0.0, "", "")
+    for number in range(20):
+        looks = 0
+        prefill.core.lend(service.params(1, 0, f"p/{number}", recall=True), 1, 0.0, OTHER, is_piece=True)
+    assert looks <= 200

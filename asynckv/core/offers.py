@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from msgspec import Raw
@@ -51,13 +52,14 @@ class Pieces:
 
     def behind(self, follow: Follow) -> Raw | None:
         """Return the newest piece that a follower can add to what it has, without a gap."""
-        if follow.have < 0:
-            return None
-        self.cohort_id = self.cohort_id or follow.cohort.id
-        for piece in reversed(self.lent if self.cohort_id == follow.cohort.id else ()):
-            if piece.begin <= follow.have < piece.end:
-                return piece.params
-        return None
+        return next((piece.params for piece in reversed(self.lent) if self.adds(piece, follow)), None)
+
+    def adds(self, piece: LentPiece, follow: Follow) -> bool:
+        """Return True if a follower can add a piece to what it has."""
+        if not piece.begin <= follow.have < piece.end or self.cohort_id not in ("", follow.cohort.id):
+            return False
+        self.cohort_id = follow.cohort.id
+        return True
 
 
 class Offers:
@@ -103,12 +105,14 @@ class Offers:
         self._outbox.counters["pieces.lent"] += 1
         begin = max([runs.first_token for runs in params.groups if runs.runs], default=params.num_tokens)
         self.unread -= {piece.lease.lent.key for piece in pieces.lent[-1:]}
-        pieces.lent.append(LentPiece(lease, begin, params.num_tokens, encode_offer(params)))
+        piece = LentPiece(lease, begin, params.num_tokens, encode_offer(params))
+        pieces.lent.append(piece)
         self.pieces[lease.lent.key] = lease
         self.unread.add(lease.lent.key)
+        # Those that are parked could take none of the earlier pieces.
         parked = self._parking.by_key.get(ticket, {}).items()
-        takers = [x for x in parked if isinstance(x[1].message, Follow) and pieces.behind(x[1].message) is not None]
-        for place, taker in takers[:AT_ONCE]:
+        takers = (x for x in parked if isinstance(x[1].message, Follow) and pieces.adds(piece, x[1].message))
+        for place, taker in list(islice(takers, AT_ONCE)):
             self._parking.drop(ticket, place)
             self._answer(taker)
         if self.is_followed(ticket):  # by one that can take nothing of this piece, and waits for the next
