@@ -245,3 +245,29 @@ def test_a_piece_looks_at_followers_that_wait_once_and_not_at_each_earlier_piece
         looks = 0
         prefill.core.lend(service.params(1, 0, f"p/{number}", recall=True), 1, 0.0, OTHER, is_piece=True)
     assert looks <= 200
+
+
+def test_a_loan_does_not_run_out_while_its_reader_waits_for_the_end_of_a_piece() -> None:
+    """A pull claims and renews from the beginning, however long it queues or reads."""
+    service = Service()
+    world, (decode,) = service.world, service.decode
+    service.early(2)
+    assert decode.reads
+    params, (lease,) = service.lend()
+    world.deliver_all()
+    service.pull(params, 120.0)
+    world.live(params.lease_s + 10.0)
+    assert not lease.is_over
+    service.ended_well()
+
+
+def test_the_params_of_pieces_take_a_bounded_number_of_bytes() -> None:
+    """Each piece of a long prompt repeats all hashes before it: 4 MB of 65,536 hashes, 256 times."""
+    service = Service()
+    (prefill,) = service.prefill
+    hashes = [f"{number:064x}" for number in range(1 << 16)]
+    for number in range(16):
+        piece = service.params(1, 0, f"p/{number}", recall=True, hashes=hashes, hash_tokens=1)
+        prefill.core.lend(piece, 1, 0.0, OTHER, is_piece=True)
+    lent = prefill.core.prefill.offers._pieces[OTHER].lent
+    assert sum(len(memoryview(each.params)) for each in lent) <= 1 << 25

@@ -34,6 +34,7 @@ from asynckv.core.types import Key, KVTransferParams, Reason, ReplyTo
 from asynckv.core.wire import Follow, Offered, Unfollow, encode_offer
 
 MAX_PIECES = 256  # pieces of one ticket; the rest of its request comes with its loan
+MAX_BYTES = 1 << 25  # of the params of these
 
 
 class LentPiece(NamedTuple):
@@ -49,6 +50,7 @@ class Pieces:
 
     lent: list[LentPiece] = field(default_factory=list)
     cohort_id: str = ""
+    num_bytes: int = 0  # of their params
 
     def behind(self, follow: Follow) -> Raw | None:
         """Return the newest piece that a follower can add to what it has, without a gap."""
@@ -100,12 +102,12 @@ class Offers:
         if ticket in self.lent or ticket in self._ended:
             return
         pieces = self._pieces.setdefault(ticket, Pieces())
-        if len(pieces.lent) >= MAX_PIECES:
+        piece = LentPiece(lease, _begin(params), params.num_tokens, encode_offer(params))
+        pieces.num_bytes += len(memoryview(piece.params))
+        if len(pieces.lent) >= MAX_PIECES or pieces.num_bytes > MAX_BYTES:
             return
         self._outbox.counters["pieces.lent"] += 1
-        begin = max([runs.first_token for runs in params.groups if runs.runs], default=params.num_tokens)
-        self.unread -= {piece.lease.lent.key for piece in pieces.lent[-1:]}
-        piece = LentPiece(lease, begin, params.num_tokens, encode_offer(params))
+        self.unread -= {before.lease.lent.key for before in pieces.lent[-1:]}
         pieces.lent.append(piece)
         self.pieces[lease.lent.key] = lease
         self.unread.add(lease.lent.key)
@@ -188,3 +190,8 @@ class Offers:
             return False
         pieces = self._pieces.get(message.ticket)
         return pieces is None or pieces.cohort_id in ("", message.cohort.id)
+
+
+def _begin(params: KVTransferParams) -> int:
+    """Return the first token that a piece brings of all its groups."""
+    return max([runs.first_token for runs in params.groups if runs.runs], default=params.num_tokens)
