@@ -271,3 +271,29 @@ def test_the_params_of_pieces_take_a_bounded_number_of_bytes() -> None:
         prefill.core.lend(piece, 1, 0.0, OTHER, is_piece=True)
     lent = prefill.core.prefill.offers._pieces[OTHER].lent
     assert sum(len(memoryview(each.params)) for each in lent) <= 1 << 25
+
+
+@pytest.mark.anyio
+async def test_a_head_start_that_is_never_pulled_is_too_late_and_not_refused_by_a_piece_of_long_ago() -> None:
+    bench = Bench(False)
+    async with bench.pair(pull=PullConfig(announce_s=5.0)) as (prefill, decode, group):
+        desk, data = EngineDesk(decode.engine), decode.data
+        desk.submit([FollowOrder("d", target_of(prefill.engine), wait_s=5.0, takes_pieces=True)])
+        await until(lambda: prefill.engine.is_followed(TICKET))
+        piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
+        prefill.engine.lend_piece(piece, TICKET)
+        (offer,) = (await news_of(desk)).offered
+        data.deferred = True
+        desk.submit([StartEarly(request_id="d", groups=[(0, list(HERE))], params=offer.params)])
+        await until(lambda: data.running)
+        prefill.engine.end_pieces(TICKET)  # its prompt is preempted
+        data.deferred = False
+        data.finish()
+        await until(lambda: "pieces.unknown_key" in decode.engine.statistics().counters)
+        failed = list[Any]()
+        while not failed:
+            bench.clock.advance(0.5)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            failed = desk.take_finished().failed
+        assert failed[0].error.reason == "timeout"

@@ -168,10 +168,10 @@ def error_of(driver: Driver, pull: Pull) -> PullError:
 
 def _early(driver: Driver, request: Request) -> PullError:
     """Return the error of a request that ended before its first attempt. A piece may still write its blocks."""
-    wanted, pull = request.wanted, request.pull
-    error = None if pull is None or pull.reason in (None, Reason.COMPLETE) else error_of(driver, pull)
+    wanted, pull, reason = request.wanted, request.pull, request.stopped or Reason.TIMEOUT
+    is_cause = pull is not None and (pull.reason is reason or not pull.is_returned)  # else it ended long ago
+    error = error_of(driver, pull) if pull is not None and is_cause and pull.reason is not Reason.COMPLETE else None
     if error is None or request.stopped is Reason.CANCELLED:
-        reason = request.stopped or Reason.TIMEOUT
         error = ERRORS[reason](
             f"request {wanted.request_id[:200]!r} ended before its first attempt: {reason}",
             request_id=wanted.request_id,
