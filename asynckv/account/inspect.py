@@ -363,7 +363,10 @@ def _held_as(pull: Pull) -> tuple[str, float]:
 
 
 def is_hidden(pull: Pull) -> bool:
-    """Return True for a piece that is part of its request, and holds nothing after its end."""
+    """Return True for a piece that is part of its request, and holds nothing after its end; and for a pull that only
+    claims while its request waits for a piece."""
+    if pull.kind is Kind.PULL and pull.lists is None:
+        return not pull.is_published
     return pull.kind is Kind.PIECE and (pull.is_returned or not pull.is_published)
 
 

@@ -260,6 +260,10 @@ class RankCore:
                 else:
                     self.decode.cancel(piece, now)  # it queues behind all others, and the request must not
             self._go_on(early, now)
+            if early.state is RequestState.PAUSING:  # claim and renew meanwhile, as any other pull that waits
+                ahead = PullRequest(wanted.request_id, (), wanted.params, wanted.cohort_id, is_last=wanted.is_last)
+                with suppress(AsyncKVError):  # then the attempt is refused
+                    self.decode.announce(self._make_pull(ahead, timeout_s, now, KIND.PULL), now)
             return early
         request = Request(wanted, retries, self.config.pull.retry_s, now + timeout_s, now)
         self._attempt(request, now)
@@ -430,7 +434,11 @@ class RankCore:
         self.outbox.commands.append(RequestReached(request, Milestone.ENDED))
         if request.pull is not None and request.pull.is_retired:
             self.outbox.commands.append(RequestReached(request, Milestone.RETIRED))
-        if (reason := request.discharge) is not None:
+        reason, ahead = request.discharge, None if request.attempts else self.decode.by_request.get(name)
+        if ahead is not None:
+            ahead.wanted(request.wanted.is_last, ahead.priority, ahead.retryable)
+            self.decode.cancel(ahead, now, Reason.CANCELLED if reason in (None, Reason.ENGINE_CLOSED) else reason)
+        elif reason is not None:
             with suppress(AsyncKVError):
                 self.let_go(request.wanted, reason, now)
         if bug is not None:
