@@ -12,8 +12,8 @@ from asynckv import DecodeLedger, LocalProtocolError, PrefillRanks, PullConfig
 from asynckv.core.attempts import RequestState
 from asynckv.core.head_start import HeadStart
 from asynckv.core.pull import Kind, PullRequest
-from asynckv.core.types import Cohort, Endpoint, FollowParams, KVTransferParams, Reason, ReplyTo, decode_params
-from asynckv.core.wire import Follow, Offered, Unfollow, decode_packet, encode_offer
+from asynckv.core.types import Cohort, Endpoint, Outcome, ReplyTo
+from asynckv.core.wire import Follow, Offered, Release
 from asynckv.embed import EngineDesk, EndPieces, Finished, Lend, Offer, PrefillLedger, Pull, Refused, StartEarly, WithdrawTicket
 from asynckv.embed import Follow as FollowOrder
 from asynckv.errors import AsyncKVError, ConfigError
@@ -297,3 +297,45 @@ async def test_a_head_start_that_is_never_pulled_is_too_late_and_not_refused_by_
                 await asyncio.sleep(0)
             failed = desk.take_finished().failed
         assert failed[0].error.reason == "timeout"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("way", ["recall", "withdraw"])
+async def test_a_piece_that_is_taken_back_by_its_params_is_granted_no_more(way: str) -> None:
+    """Its params say `recall=True`, and `recall` promises that nothing of what it names is lent when it returns."""
+    bench = Bench(False)
+    async with bench.pair() as (prefill, decode, group):
+        data = decode.data
+        data.deferred = True
+        follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))]))
+        await until(lambda: prefill.engine.is_followed(TICKET))
+        piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
+        prefill.engine.lend_piece(piece, TICKET)
+        await until(lambda: data.running)
+        if way == "recall":
+            assert prefill.engine.recall([piece]) == ()
+        else:
+            prefill.engine.withdraw(piece)
+        for array in prefill.arrays:
+            array[:] = 0xDD
+        data.deferred = False
+        data.finish()
+        await until(lambda: any(x.startswith("pieces.") for x in decode.engine.statistics().counters))
+        assert "pieces.complete" not in decode.engine.statistics().counters
+        follow.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await follow
+
+
+def test_a_piece_that_a_reader_has_ended_is_offered_no_more() -> None:
+    """Only a reader of another version, or a hostile one, releases a piece."""
+    service = Service()
+    (prefill,) = service.prefill
+    offers = prefill.core.prefill.offers
+    piece = service.params(1, 0, "p/1", recall=True)
+    prefill.core.lend(piece, 1, 0.0, OTHER, is_piece=True)
+    release = Release(piece.key, piece.request_id, Cohort("evil"), "x", Outcome.COMPLETE)
+    prefill.core.prefill.receive(release, ReplyTo(b"x"), "s", 0.0)
+    offers.follow(Follow(OTHER, 1, Cohort("evil"), 0), ReplyTo(b"x"), "s", 0.0, "", "")
+    assert counters(prefill).get("pieces.offered", 0) == 0
+    assert offers.unread == set()

@@ -126,6 +126,13 @@ class Offers:
             self.pieces.pop(piece.lease.lent.key, None)
             self.unread.discard(piece.lease.lent.key)
 
+    def end_piece(self, key: Key) -> None:
+        """Take back one piece, and offer it no more."""
+        del self.pieces[key]
+        self.unread.discard(key)
+        for pieces in self._pieces.values():
+            pieces.lent = [piece for piece in pieces.lent if piece.lease.lent.key != key]
+
     def end_all_pieces(self) -> None:
         for ticket in list(self._pieces):
             self.end_pieces(ticket)
