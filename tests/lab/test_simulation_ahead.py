@@ -62,6 +62,7 @@ def test_without_faults_every_request_is_received() -> None:
             "pieces.complete",
             "pieces.lent",
             "pieces.offered",
+            "pieces.unknown_key",
             "pieces.wrong_cohort",
             "request.early",
             "request.failed.consumed",
