@@ -16,7 +16,7 @@ from asynckv.core.types import Cohort, Endpoint, Outcome, ReplyTo
 from asynckv.core.wire import Follow, Offered, Release
 from asynckv.embed import EngineDesk, EndPieces, Finished, Lend, Offer, PrefillLedger, Pull, Refused, StartEarly, WithdrawTicket
 from asynckv.embed import Follow as FollowOrder
-from asynckv.errors import AsyncKVError, ConfigError
+from asynckv.errors import AsyncKVError, PullTimeout
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import MAX_TOKENS
 from tests.engines import Bench, news_of, until
@@ -339,3 +339,36 @@ def test_a_piece_that_a_reader_has_ended_is_offered_no_more() -> None:
     offers.follow(Follow(OTHER, 1, Cohort("evil"), 0), ReplyTo(b"x"), "s", 0.0, "", "")
     assert counters(prefill).get("pieces.offered", 0) == 0
     assert offers.unread == set()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stage", ["piece", "rest"])
+async def test_the_error_of_a_head_start_names_all_blocks_that_are_held(stage: str) -> None:
+    """Its caller gives the others to another request at once."""
+    bench = Bench(False)
+    async with bench.pair() as (prefill, decode, group):
+        data = decode.data
+        data.deferred = True
+        follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))]))
+        await until(lambda: prefill.engine.is_followed(TICKET))
+        piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
+        prefill.engine.lend_piece(piece, TICKET)
+        await until(lambda: data.running)
+        if stage == "rest":
+            data.finish()
+            await until(lambda: prefill.engine.is_followed(TICKET))
+        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
+        prefill.engine.lend(params, ticket=TICKET)
+        await follow
+        pull = asyncio.create_task(decode.engine.pull("d", [(0, list(HERE))], params, timeout_s=1.0))
+        await until(lambda: data.running)
+        while not pull.done():
+            bench.clock.advance(0.1)
+            await asyncio.sleep(0)
+        with pytest.raises(PullTimeout) as caught:
+            await pull
+        ledger = decode.engine._driver.core.ledger
+        assert caught.value.held[0] == tuple(b for b in HERE if ledger.holders_of(0, b))
+        data.finish()
+        await caught.value.returned()
+        assert not len(ledger)

@@ -262,8 +262,9 @@ class RankCore:
             self._go_on(early, now)
             if early.state is RequestState.PAUSING:  # claim and renew meanwhile, as any other pull that waits
                 ahead = PullRequest(wanted.request_id, (), wanted.params, wanted.cohort_id, is_last=wanted.is_last)
+                wait_s = timeout_s + self.config.pull.drain_s  # the request ends it before that
                 with suppress(AsyncKVError):  # then the attempt is refused
-                    self.decode.announce(self._make_pull(ahead, timeout_s, now, KIND.PULL), now)
+                    self.decode.announce(self._make_pull(ahead, wait_s, now, KIND.PULL), now)
             return early
         request = Request(wanted, retries, self.config.pull.retry_s, now + timeout_s, now)
         self._attempt(request, now)
@@ -436,6 +437,7 @@ class RankCore:
             self.outbox.commands.append(RequestReached(request, Milestone.RETIRED))
         reason, ahead = request.discharge, None if request.attempts else self.decode.by_request.get(name)
         if ahead is not None:
+            ahead.kind = KIND.DISCHARGE  # the request itself is told and logged
             ahead.wanted(request.wanted.is_last, ahead.priority, ahead.retryable)
             self.decode.cancel(ahead, now, Reason.CANCELLED if reason in (None, Reason.ENGINE_CLOSED) else reason)
         elif reason is not None:
