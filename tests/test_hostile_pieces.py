@@ -9,20 +9,18 @@ import msgspec
 import pytest
 
 from asynckv import DecodeLedger, LocalProtocolError, PrefillRanks, PullConfig
-from asynckv.core.attempts import RequestState
 from asynckv.core.head_start import HeadStart
-from asynckv.core.pull import Kind, PullRequest
 from asynckv.core.types import Cohort, Endpoint, Outcome, ReplyTo
 from asynckv.core.wire import Follow, Offered, Release
-from asynckv.embed import EngineDesk, EndPieces, Finished, Lend, Offer, PrefillLedger, Pull, Refused, StartEarly, WithdrawTicket
+from asynckv.embed import EndPieces, EngineDesk, Finished, Offer, PrefillLedger, Pull, StartEarly
 from asynckv.embed import Follow as FollowOrder
 from asynckv.errors import AsyncKVError, PullTimeout
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import MAX_TOKENS
 from tests.engines import Bench, news_of, until
 from tests.test_follows import OTHER, TICKET, target_of
-from tests.test_head_start import HERE, THERE, Service, counters, head, sent
-from tests.world import BLOCK, World, make_layout, opened, ranks_of
+from tests.test_head_start import HERE, THERE, Service, counters, sent
+from tests.world import BLOCK, make_layout
 
 
 def test_nothing_else_fills_what_pieces_brought_while_the_rest_is_pulled() -> None:
@@ -106,7 +104,7 @@ def test_an_offer_that_crosses_a_cancellation_is_released_while_a_piece_is_still
 def test_pieces_of_one_engine_are_not_put_together_with_the_loan_of_another(how: str) -> None:
     """A router had it computed again elsewhere, or the engine was restarted, perhaps with other weights."""
     service = Service()
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    world, (decode,) = service.world, service.decode
     service.early(2)
     world.run()
     name = {"engine": "second", "restart": "prefill"}[how]

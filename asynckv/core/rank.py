@@ -521,9 +521,9 @@ class RankCore:
 
     def is_taken(self, following: Following) -> bool:
         """Return True if the request that was followed is announced or pulled with the params that were offered."""
-        request, pull = [x.get(following.request_id) for x in (self.decode.between, self.decode.by_request)]
-        known = [] if request is None else [request.wanted.params]
-        return following.params in [*known, *([] if pull is None else [pull.params])]
+        name = following.request_id
+        request, pull = self.decode.between.get(name), self.decode.by_request.get(name)
+        return following.params in (request and request.wanted.params, pull and pull.params)
 
     def discharge(self, request_id: str, params: KVTransferParams, cohort_id: str, now: float) -> None:
         """Tell all ranks of a request that this reader needs nothing of it, announced or not.
