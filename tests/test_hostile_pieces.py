@@ -10,7 +10,7 @@ import pytest
 
 from asynckv import DecodeLedger, LocalProtocolError, PrefillRanks, PullConfig
 from asynckv.core.head_start import HeadStart
-from asynckv.core.types import Cohort, Endpoint, Outcome, ReplyTo
+from asynckv.core.types import Cohort, Endpoint, Outcome, Reason, ReplyTo
 from asynckv.core.wire import Follow, Offered, Release
 from asynckv.embed import EndPieces, EngineDesk, Finished, Offer, PrefillLedger, Pull, StartEarly
 from asynckv.embed import Follow as FollowOrder
@@ -370,3 +370,34 @@ async def test_the_error_of_a_head_start_names_all_blocks_that_are_held(stage: s
         data.finish()
         await caught.value.returned()
         assert not len(ledger)
+
+
+def test_the_loan_decides_also_where_pieces_brought_all_of_it() -> None:
+    """A prefill engine forgets the ticket when it lends, so that the pieces outlive the loan."""
+    service = Service()
+    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    piece = service.piece(0, 4)
+    world.run()
+    params = service.params(4, 0, "p")
+    lease = world.lend(prefill, params)  # without its ticket
+    world.revoke(prefill, lease)
+    assert lease.is_over
+    for block in THERE:
+        prefill.buffers.overwrite(block, 0xDD)
+    service.start(piece)
+    world.run()
+    service.pull(params)
+    world.run(0.1)
+    (request,) = service.requests
+    assert request.pull is not None
+    assert request.pull.reason is not Reason.COMPLETE
+
+
+@pytest.mark.parametrize("ticket", ["", OTHER])
+def test_a_loan_without_the_ticket_of_its_pieces_ends_them(ticket: str) -> None:
+    ledger = PrefillLedger(PrefillRanks("p", [Endpoint(0, "tcp://1", "one")]))
+    ledger.take_ticket(TICKET)
+    ledger.lend_piece("r", TICKET, [(0, [1])], 16)
+    ledger.take_orders()
+    ledger.lend("r", [(0, [1, 2])], 32, ticket=ticket)
+    assert EndPieces(TICKET) in ledger.take_orders(), "nothing else would end them with the loan"

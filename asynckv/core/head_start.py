@@ -91,7 +91,8 @@ class HeadStart:
         """
         if self.newest is None:
             return blocks
-        have = min(self.have, num_tokens, _agreed(self.newest, params))
+        # Some is always read of the loan, because its grant shows that it stands.
+        have = min(self.have, max(num_tokens - 1, 0), _agreed(self.newest, params))
         left = list(blocks)
         for group in self.groups:
             (first, ids), (filled_from, filled) = blocks[group], self.blocks[group]

@@ -834,8 +834,12 @@ class PrefillLedger(_Ledger):
             raise
         loan = self._loans[name] = Loan(request_id, name, params, groups, readers, written, ticket=ticket)
         self._of.setdefault(request_id, []).append(loan)
-        if self._pieces_of.get(ticket, request_id) != request_id:
-            self.end_pieces(ticket)
+        for other, name in list(self._pieces_of.items()):
+            if (name == request_id) is not (
+                other == ticket
+            ):  # the end of this loan would not end them, or is not theirs
+                del self._pieces_of[other]
+                self.end_pieces(other)
         self._close_ticket(ticket)
         if written:
             self._order(Lend(params, ticket=ticket))
