@@ -375,7 +375,7 @@ async def test_the_error_of_a_head_start_names_all_blocks_that_are_held(stage: s
 def test_the_loan_decides_also_where_pieces_brought_all_of_it() -> None:
     """A prefill engine forgets the ticket when it lends, so that the pieces outlive the loan."""
     service = Service()
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    world, (prefill,) = service.world, service.prefill
     piece = service.piece(0, 4)
     world.run()
     params = service.params(4, 0, "p")

@@ -837,7 +837,7 @@ class PrefillLedger(_Ledger):
         for other, name in list(self._pieces_of.items()):
             if (name == request_id) is not (
                 other == ticket
-            ):  # the end of this loan would not end them, or is not theirs
+            ):  # this loan's end would not end them
                 del self._pieces_of[other]
                 self.end_pieces(other)
         self._close_ticket(ticket)
