@@ -21,7 +21,7 @@ def run(seed: int, **options: Any) -> Outcome:
 
 
 def test_services_with_head_starts_keep_every_promise() -> None:
-    found = simulate_many(range(60), AHEAD_FAULTS, make=make_ahead_script)
+    found = simulate_many(range(80), AHEAD_FAULTS, make=make_ahead_script)
     assert found.violations == {}
     # It was no walk in the park.
     for what in (
