@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from asynckv.account.waits import readers, waits, waits_for
-from asynckv.core.attempts import Request, blocks_of
+from asynckv.core.attempts import Request, RequestState, blocks_of
 from asynckv.core.flow import READING, WAITING
 from asynckv.core.following import Following
 from asynckv.core.lease import Lease
@@ -225,7 +225,8 @@ class Inspector:
 
     def _early(self) -> set[str]:
         """Return the holders of blocks that pieces fill."""
-        return {x.head.holder for x in self._decode.between.values() if x.head is not None and not x.attempts}
+        early = [x for x in self._decode.between.values() if not x.attempts]
+        return {x.head.holder for x in early if x.head is not None and not (x.state is RequestState.OVER and x.is_free)}
 
     def sharing(
         self, requests: Collection[KVTransferParams], now: float, *, has_ended: bool = False
@@ -358,10 +359,11 @@ def _holder(request: Lease | Pull) -> str:
 
 
 def is_hidden(request: Lease | Pull | Following) -> bool:
-    """Return True for a piece that is part of its request, and holds nothing after its end."""
-    if not isinstance(request, Pull) or request.kind is not Kind.PIECE:
+    """Return True for a piece that is part of its request, and holds nothing after its end; and for a pull that only
+    claims while its request waits for a piece."""
+    if not isinstance(request, Pull) or (request.is_published and not request.is_returned):
         return False
-    return request.is_returned or not request.is_published
+    return request.kind is Kind.PIECE or (request.kind is Kind.PULL and request.lists is None)
 
 
 def retry_status(hold: HeldBlocks) -> RequestStatus:

@@ -739,11 +739,11 @@ class DecodeSide:
         request = pull.owner
         if not isinstance(request, Request) or request.pull is not pull:
             return
+        if pull.is_returned and request.head is not None and request.state is RequestState.OVER:
+            self._ledger.drop(request.head.holder)
         if self.between.get(pull.request_id) is request:
             self._timers.wake(request, now)  # also of a piece, behind which the request waits
             return
-        if pull.is_returned and request.head is not None:
-            self._ledger.drop(request.head.holder)
         if request.state is RequestState.OVER and not (pull.is_returned and pull.is_retired):  # else given up before
             self._outbox.commands.append(RequestReached(request, M.RETIRED if pull.is_retired else M.RETURNED))
 

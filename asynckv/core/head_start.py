@@ -16,7 +16,7 @@ from asynckv.core.following import Following
 from asynckv.core.types import Key, KVTransferParams
 from asynckv.errors import LocalProtocolError
 from asynckv.geometry.blocks import BlockList
-from asynckv.geometry.layout import Layout
+from asynckv.geometry.layout import Group, Layout
 from asynckv.geometry.pairing import BlockLists, common_prefix
 
 
@@ -38,7 +38,8 @@ class HeadStart:
     num_bytes: int = 0
 
     def __post_init__(self) -> None:
-        self.have = min((first for first, ids in self.blocks if len(ids)), default=0)
+        pairs = zip(self.layout.groups, self.blocks, strict=True)
+        self.have = min((first for group, (first, ids) in pairs if len(ids) and _is_brought(group)), default=0)
 
     def lists(self, piece: KVTransferParams) -> BlockLists | None:
         """Return the blocks that a piece fills; None if it leaves a gap, adds nothing, or is of another prompt."""
@@ -70,9 +71,7 @@ class HeadStart:
     def _brings(self, piece: KVTransferParams) -> frozenset[int]:
         """Return the groups that a piece brings. States and windows are valid only at the last token."""
         pairs = zip(self.layout.groups, piece.groups, strict=False)
-        return frozenset(
-            i for i, (own, lent) in enumerate(pairs) if lent.runs and own.kind != "state" and not own.window
-        )
+        return frozenset(i for i, (own, lent) in enumerate(pairs) if lent.runs and _is_brought(own))
 
     @property
     def asked(self) -> Following | None:
@@ -92,7 +91,8 @@ class HeadStart:
         """
         if self.newest is None:
             return blocks
-        have = min(self.have, num_tokens, _agreed(self.newest, params))
+        # Some is always read of the loan, because its grant shows that it stands.
+        have = min(self.have, max(num_tokens - 1, 0), _agreed(self.newest, params))
         left = list(blocks)
         for group in self.groups:
             (first, ids), (filled_from, filled) = blocks[group], self.blocks[group]
@@ -106,10 +106,15 @@ class HeadStart:
         return tuple(left)
 
 
+def _is_brought(group: Group) -> bool:
+    return group.kind != "state" and not group.window
+
+
 def _agreed(piece: KVTransferParams, params: KVTransferParams) -> int:
     """Return the number of a piece's tokens on which its hashes agree with a later piece's, or with the request's."""
     every = piece.hash_tokens
-    if every != params.hash_tokens:
+    # Another engine, or another start of its ranks, may have other weights.
+    if every != params.hash_tokens or (piece.engine_id, piece.endpoints) != (params.engine_id, params.endpoints):
         return 0
     whole = piece.num_tokens // every if every else 0
     if whole * every == piece.num_tokens * bool(every) and piece.hashes[:whole] == params.hashes[:whole]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from msgspec import Raw
@@ -33,6 +34,7 @@ from asynckv.core.types import Key, KVTransferParams, Reason, ReplyTo
 from asynckv.core.wire import Follow, Offered, Unfollow, encode_offer
 
 MAX_PIECES = 256  # pieces of one ticket; the rest of its request comes with its loan
+MAX_BYTES = 1 << 25  # of the params of these
 
 
 class LentPiece(NamedTuple):
@@ -48,16 +50,18 @@ class Pieces:
 
     lent: list[LentPiece] = field(default_factory=list)
     cohort_id: str = ""
+    num_bytes: int = 0  # of their params
 
     def behind(self, follow: Follow) -> Raw | None:
         """Return the newest piece that a follower can add to what it has, without a gap."""
-        if follow.have < 0:
-            return None
-        self.cohort_id = self.cohort_id or follow.cohort.id
-        for piece in reversed(self.lent if self.cohort_id == follow.cohort.id else ()):
-            if piece.begin <= follow.have < piece.end:
-                return piece.params
-        return None
+        return next((piece.params for piece in reversed(self.lent) if self.adds(piece, follow)), None)
+
+    def adds(self, piece: LentPiece, follow: Follow) -> bool:
+        """Return True if a follower can add a piece to what it has."""
+        if not piece.begin <= follow.have < piece.end or self.cohort_id not in ("", follow.cohort.id):
+            return False
+        self.cohort_id = follow.cohort.id
+        return True
 
 
 class Offers:
@@ -98,17 +102,19 @@ class Offers:
         if ticket in self.lent or ticket in self._ended:
             return
         pieces = self._pieces.setdefault(ticket, Pieces())
-        if len(pieces.lent) >= MAX_PIECES:
+        piece = LentPiece(lease, _begin(params), params.num_tokens, encode_offer(params))
+        pieces.num_bytes += len(memoryview(piece.params))
+        if len(pieces.lent) >= MAX_PIECES or pieces.num_bytes > MAX_BYTES:
             return
         self._outbox.counters["pieces.lent"] += 1
-        begin = max([runs.first_token for runs in params.groups if runs.runs], default=params.num_tokens)
-        self.unread -= {piece.lease.lent.key for piece in pieces.lent[-1:]}
-        pieces.lent.append(LentPiece(lease, begin, params.num_tokens, encode_offer(params)))
+        self.unread -= {before.lease.lent.key for before in pieces.lent[-1:]}
+        pieces.lent.append(piece)
         self.pieces[lease.lent.key] = lease
         self.unread.add(lease.lent.key)
+        # Those that are parked could take none of the earlier pieces.
         parked = self._parking.by_key.get(ticket, {}).items()
-        takers = [x for x in parked if isinstance(x[1].message, Follow) and pieces.behind(x[1].message) is not None]
-        for place, taker in takers[:AT_ONCE]:
+        takers = (x for x in parked if isinstance(x[1].message, Follow) and pieces.adds(piece, x[1].message))
+        for place, taker in list(islice(takers, AT_ONCE)):
             self._parking.drop(ticket, place)
             self.answer(taker)
         if self.is_followed(ticket):  # by one that can take nothing of this piece, and waits for the next
@@ -119,6 +125,13 @@ class Offers:
         for piece in self._pieces.pop(ticket, Pieces()).lent:
             self.pieces.pop(piece.lease.lent.key, None)
             self.unread.discard(piece.lease.lent.key)
+
+    def end_piece(self, key: Key) -> None:
+        """Take back one piece, and offer it no more."""
+        del self.pieces[key]
+        self.unread.discard(key)
+        for pieces in self._pieces.values():
+            pieces.lent = [piece for piece in pieces.lent if piece.lease.lent.key != key]
 
     def end_all_pieces(self) -> None:
         for ticket in list(self._pieces):
@@ -181,3 +194,8 @@ class Offers:
             return False
         pieces = self._pieces.get(message.ticket)
         return pieces is None or pieces.cohort_id in ("", message.cohort.id)
+
+
+def _begin(params: KVTransferParams) -> int:
+    """Return the first token that a piece brings of all its groups."""
+    return max([runs.first_token for runs in params.groups if runs.runs], default=params.num_tokens)

@@ -209,6 +209,9 @@ class PrefillSide:
         if (lease := self.leases.get(key)) is not None:
             self.revoke(lease, now, "withdraw")
             return None
+        if key in self.offers.pieces:
+            self.offers.end_piece(key)
+            return None
         if key in self._ended or not self.spent.add(key):
             return None
         # `resume` refuses older epochs only, so this rank must not stay behind the withdrawn key.
@@ -399,7 +402,8 @@ class PrefillSide:
         lease.ended_copies = False
         if effects.has_ended:
             key = lease.lent.key
-            if self.offers.pieces.pop(key, None) is not None:
+            if key in self.offers.pieces:
+                self.offers.end_piece(key)
                 return  # only a reader of another version releases a piece
             del self.leases[key]
             self._timers.forget(lease)

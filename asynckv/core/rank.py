@@ -148,7 +148,8 @@ class RankCore:
         assert following.params is not None
         waiting = self.decode.between.values()
         reads = [pull.params.key for pull in self.decode.pulls.values()] + [x.wanted.params.key for x in waiting]
-        if following.params.key in reads or any(x.head is not None and x.head.following is following for x in waiting):
+        early = [x.head for x in waiting if x.state is RequestState.EARLY]
+        if following.params.key in reads or any(head is not None and head.following is following for head in early):
             return  # another rank was offered it, and this one reads it; or its caller hears of it too, and decides
         cohort_id = following.cohort.id if following.cohort.id != self.cohort.id else ""
         with suppress(AsyncKVError):
@@ -238,6 +239,11 @@ class RankCore:
                 else:
                     self.decode.cancel(piece, now)  # it queues behind all others, and the request must not
             self._go_on(early, now)
+            if early.state is RequestState.PAUSING:  # claim and renew meanwhile, as any other pull that waits
+                ahead = PullRequest(wanted.request_id, (), wanted.params, wanted.cohort_id, is_last=wanted.is_last)
+                wait_s = timeout_s + self.config.pull.drain_s  # the request ends it before that
+                with suppress(AsyncKVError):  # then the attempt is refused
+                    self.decode.announce(self._make_pull(ahead, wait_s, now, KIND.PULL), now)
             return early
         request = Request(wanted, retries, self.config.pull.retry_s, now + timeout_s, now)
         self._attempt(request, now)
@@ -324,14 +330,14 @@ class RankCore:
         num_tokens = params.num_tokens
         if wanted.num_tokens is not None or wanted.hashes is not None:
             num_tokens = wanted.wanted_tokens()
-        blocks = check_block_ids(self.identity.layout, wanted.groups, num_tokens)
+        blocks = whole = check_block_ids(self.identity.layout, wanted.groups, num_tokens)
         if request.head is not None:
-            blocks = request.head.rest(blocks, num_tokens, params)
+            blocks = request.head.rest(whole, num_tokens, params)
             self.ledger.drop(request.head.holder)
         # Check before anything is started, so that a caller with a wrong block may ask again with another.
         written = {}
-        for group, (_, ids) in enumerate(blocks):  # a comprehension is one more call
-            written[group] = ids
+        for group, (_, ids) in enumerate(whole):  # a comprehension is one more call
+            written[group] = ids  # also what pieces have brought, which nothing else may fill meanwhile
         held = self.ledger.check("writing", written)
         lists = BlockLists(blocks, params.groups, num_tokens, params.num_tokens)
         most = self.config.pull.max_queued
@@ -406,7 +412,11 @@ class RankCore:
         self.outbox.commands.append(RequestReached(request, Milestone.ENDED))
         if request.pull is not None and request.pull.is_retired:
             self.outbox.commands.append(RequestReached(request, Milestone.RETIRED))
-        if (reason := request.discharge) is not None:
+        reason, ahead = request.discharge, None if request.attempts else self.decode.by_request.get(name)
+        if ahead is not None:
+            ahead.kind, ahead.is_last = KIND.DISCHARGE, request.wanted.is_last  # the request itself is told and logged
+            self.decode.cancel(ahead, now, Reason.CANCELLED if reason in (None, Reason.ENGINE_CLOSED) else reason)
+        elif reason is not None:
             with suppress(AsyncKVError):
                 self.let_go(request.wanted, reason, now)
         if bug is not None:
@@ -465,6 +475,12 @@ class RankCore:
     def is_pulled(self, request_id: str) -> bool:
         pull = self.decode.by_request.get(RequestId(request_id))
         return (pull is not None and pull.lists is not None) or request_id in self.decode.between
+
+    def is_taken(self, following: Following) -> bool:
+        """Return True if the request that was followed is announced or pulled with the params that were offered."""
+        name = following.request_id
+        request, pull = self.decode.between.get(name), self.decode.by_request.get(name)
+        return following.params in (request and request.wanted.params, pull and pull.params)
 
     def discharge(self, request_id: str, params: KVTransferParams, cohort_id: str, now: float) -> None:
         """Tell all ranks of a request that this reader needs nothing of it, announced or not.

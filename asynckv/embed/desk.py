@@ -325,6 +325,10 @@ class EngineDesk:
 
     def _go_on(self, order: Pull, flight: _Flight | None, given: dict[str, Any]) -> None:
         """Go on from pieces to the whole request, or release it if they have failed and were reported."""
+        if flight is None and any(not each.is_held for each in self._flights.get((Pull, str(order.request_id)), ())):
+            error = LocalProtocolError(f"request {order.request_id[:200]!r} is being pulled already; cancel it first")
+            self._tell("refused", Refused(order, error))
+            return
         if flight is not None:
             flight.order = order
             try:

@@ -43,7 +43,7 @@ from asynckv.embed.orders import (
     Withdraw,
     WithdrawTicket,
 )
-from asynckv.errors import LocalProtocolError, PeerLost
+from asynckv.errors import AsyncKVError, LocalProtocolError, PeerLost
 from asynckv.geometry.bounds import MAX_RANKS
 from asynckv.results import LeaseEnd, PullResult
 from asynckv.scheduler import PrefillRanks, trace_of
@@ -379,7 +379,7 @@ class DecodeLedger(_Ledger):
             raise LocalProtocolError(f"request {request_id[:200]!r} was not announced, or is over")
         if (goes_on := fetch.state is State.EARLY) and fetch.params is None:
             raise LocalProtocolError(f"request {request_id[:200]!r} has a head start, and is not offered yet: may_pull")
-        if goes_on and [(first, list(ids)) for first, ids in groups] != [(x, list(ids)) for x, ids in fetch.groups]:
+        if goes_on and (not (given := _listed(groups)) or given != _listed(fetch.groups)):
             raise LocalProtocolError(f"request {request_id[:200]!r} has a head start: give the blocks of start_early")
         self._move(fetch, Event.PULL)
         fetch.groups = groups
@@ -808,30 +808,36 @@ class PrefillLedger(_Ledger):
             LocalProtocolError: A rank has died and was not replaced, so the request could not be read; or a request of
                 this id waits for its KV.
         """
-        if self._missing:
-            if ticket:
+        ticket = ticket and check_ticket(ticket)
+        try:
+            if self._missing:
+                raise LocalProtocolError(f"rank {min(self._missing)} has died: nothing can be lent before rank_joined")
+            request_id = text("request_id", request_id, MAX_ID, 1)
+            readers = set(texts("decode_engines", decode_engines, MAX_RANKS, MAX_NAME))
+            if (loan := self.get(request_id)) is not None and not loan.is_written:
+                raise LocalProtocolError(f"request {request_id[:200]!r} waits for its KV already; withdraw it first")
+            name = unused(request_id, self._loans)
+            params = self.ranks.make_params(
+                name,
+                groups,
+                num_tokens,
+                lease_s=lease_s,
+                written=written,
+                hashes=hashes,
+                hash_tokens=hash_tokens,
+                trace=trace,
+                recall=recall,
+            )
+        except AsyncKVError:
+            if ticket:  # its caller takes the blocks for free, and pieces must not outlive them
                 self.end_pieces(ticket)
-            raise LocalProtocolError(f"rank {min(self._missing)} has died: nothing can be lent before rank_joined")
-        request_id = text("request_id", request_id, MAX_ID, 1)
-        readers = set(texts("decode_engines", decode_engines, MAX_RANKS, MAX_NAME))
-        if (loan := self.get(request_id)) is not None and not loan.is_written:
-            raise LocalProtocolError(f"request {request_id[:200]!r} waits for its KV already; withdraw it first")
-        name, ticket = unused(request_id, self._loans), ticket and check_ticket(ticket)
-        params = self.ranks.make_params(
-            name,
-            groups,
-            num_tokens,
-            lease_s=lease_s,
-            written=written,
-            hashes=hashes,
-            hash_tokens=hash_tokens,
-            trace=trace,
-            recall=recall,
-        )
+            raise
         loan = self._loans[name] = Loan(request_id, name, params, groups, readers, written, ticket=ticket)
         self._of.setdefault(request_id, []).append(loan)
-        if self._pieces_of.get(ticket, request_id) != request_id:
-            self.end_pieces(ticket)
+        for other, name in list(self._pieces_of.items()):
+            if (name == request_id) is not (other == ticket):  # this loan's end would not end them
+                del self._pieces_of[other]
+                self.end_pieces(other)
         self._close_ticket(ticket)
         if written:
             self._order(Lend(params, ticket=ticket))
@@ -973,6 +979,13 @@ class PrefillLedger(_Ledger):
             self._of[loan.request_id].remove(loan)
             if not self._of[loan.request_id]:
                 del self._of[loan.request_id]
+
+
+def _listed(groups: Groups) -> list[tuple[int, list[int | None]]]:
+    """Return lists of blocks in a form that can be compared; nothing if they are malformed."""
+    with suppress(TypeError, ValueError):
+        return [(first, list(ids)) for first, ids in groups]
+    return []
 
 
 def unused(request_id: str, names: Container[str]) -> str:

@@ -16,9 +16,9 @@ import anyio
 import msgspec
 
 from asynckv import errors
-from asynckv.core.attempts import RETRYABLE, Request, RequestState, blocks_of
+from asynckv.core.attempts import RETRYABLE, Request, RequestState
 from asynckv.core.following import Following
-from asynckv.core.pull import Pull
+from asynckv.core.pull import Kind, Pull
 from asynckv.core.types import How, KVTransferParams, Reason
 from asynckv.engine.driver import Driver
 from asynckv.errors import AsyncKVError, EngineClosed, PullCancelled, PullError
@@ -72,10 +72,10 @@ class Caller:
                 await self._news.wait()
         except asyncio.CancelledError:
             # Nobody hears of an offer that came just now.
-            if following.params is not None and not core.is_early(following.request_id):
-                core.discharge(following.follow_id, following.params, following.cohort.id, driver.clock.now())
-            else:
+            if following.params is None or core.is_early(following.request_id):
                 core.cancel(following.request_id, driver.clock.now(), params=following.params)
+            elif not core.is_taken(following):
+                core.discharge(following.follow_id, following.params, following.cohort.id, driver.clock.now())
             driver.soon()
             raise
         if following.params is None and core.is_early(following.request_id):
@@ -153,19 +153,26 @@ def error_of(driver: Driver, pull: Pull) -> PullError:
         pull_id=pull.pull_id,
         failed_in=pull.failed_in,
         reason=pull.reason.value,
-        held={} if pull.is_returned else blocks_of(pull),
+        held={} if pull.is_returned else _held(driver, pull),
         wait_returned=None if pull.is_returned else partial(driver.until_returned, pull),
         is_retryable=pull.reason in RETRYABLE and pull.blame.how is not How.RECALLED,
         attempts=pull.attempt,
     )
 
 
+def _held(driver: Driver, pull: Pull) -> dict[int, tuple[int, ...]]:
+    """Return the blocks that nothing else may use before the pull has returned: with a head start, all of them."""
+    head = pull.owner.head if pull.kind is Kind.PIECE and isinstance(pull.owner, Request) else None
+    holding = driver.core.ledger.get(pull.pull_id if head is None else head.holder)
+    return {} if holding is None else {group: tuple(ids.tolist()) for group, ids in holding.blocks.items()}
+
+
 def _early(driver: Driver, request: Request) -> PullError:
     """Return the error of a request that ended before its first attempt. A piece may still write its blocks."""
-    wanted, pull = request.wanted, request.pull
-    error = None if pull is None or pull.reason in (None, Reason.COMPLETE) else error_of(driver, pull)
+    wanted, pull, reason = request.wanted, request.pull, request.stopped or Reason.TIMEOUT
+    is_cause = pull is not None and (pull.reason is reason or not pull.is_returned)  # else it ended long ago
+    error = error_of(driver, pull) if pull is not None and is_cause and pull.reason is not Reason.COMPLETE else None
     if error is None or request.stopped is Reason.CANCELLED:
-        reason = request.stopped or Reason.TIMEOUT
         error = ERRORS[reason](
             f"request {wanted.request_id[:200]!r} ended before its first attempt: {reason}",
             request_id=wanted.request_id,

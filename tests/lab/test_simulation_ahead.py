@@ -21,7 +21,7 @@ def run(seed: int, **options: Any) -> Outcome:
 
 
 def test_services_with_head_starts_keep_every_promise() -> None:
-    found = simulate_many(range(60), AHEAD_FAULTS, make=make_ahead_script)
+    found = simulate_many(range(80), AHEAD_FAULTS, make=make_ahead_script)
     assert found.violations == {}
     # It was no walk in the park.
     for what in (
@@ -62,6 +62,7 @@ def test_without_faults_every_request_is_received() -> None:
             "pieces.complete",
             "pieces.lent",
             "pieces.offered",
+            "pieces.unknown_key",
             "pieces.wrong_cohort",
             "request.early",
             "request.failed.consumed",
