@@ -392,6 +392,8 @@ class Decoder:
             living = [(r.process, r.engine.memory_epoch) for r in self.ranks if not r.process.is_dead]
             self.offered[lent] = process.now, living
         if not offer.is_late:
+            if self.is_lazy:
+                self.spared.pop(lent.ask.number, None)  # it crossed the release, and only a request makes a next step
             self._in_time(rank, process, offer.request_id, following, "was offered")
         self.service.met_at(TOLD, lent.ask.number, process)
 
