@@ -79,6 +79,22 @@ class Attention:
     is_by_token: bool = True  # True if each entry can be moved alone; otherwise only whole kernel blocks move
     is_shared: bool = False  # True if ranks share the tokens of blocks
 
+    def part(self, layer: str, tensor: Tensor, group: int, place: Place) -> TensorPart:
+        each, order = self.tokens_per_entry, ["block", "head", TOKEN if self.is_by_token else "slot", "dim"]
+        if not self.is_by_token and self.is_shared:
+            # A whole kernel block is one entry, so that ranks can share tokens by whole kernel blocks.
+            tensor, each = tensor.unsqueeze(2), each * tensor.shape[2]
+            order[2:] = [TOKEN, "slot", "dim"]
+        elif not self.is_by_token:
+            each = Fraction(1)
+        elif each < 1:
+            # A layout needs one entry per token, so the entries of a token become a dim of their own.
+            per_token = int(1 / each)
+            tensor = tensor.unflatten(2, (-1, per_token))  # type: ignore[no-untyped-call]
+            order.insert(3, "entry")
+            each = Fraction(1)
+        return _part(layer, self.content, tensor, order, group, "head", self.heads, int(each))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opaque:
@@ -87,6 +103,14 @@ class Opaque:
     content: str
     num_bytes: int
     is_replicated: bool
+
+    def part(self, layer: str, tensor: Tensor, group: int, place: Place) -> TensorPart:
+        if tensor.shape[1:3] == (1, 1):
+            tensor, dims = as_bytes(tensor[:, 0])[..., : self.num_bytes], ["byte"]
+        else:
+            tensor, dims = tensor.unsqueeze(1), ["row", "slot", "dim"]
+        held = None if self.is_replicated else place.share(1)
+        return _part(layer, self.content, tensor, ["block", "rank", *dims], group, "rank", held)
 
 
 def kv_heads(num_local: int, num_shares: int | None, place: Place) -> Range:
@@ -105,38 +129,6 @@ def is_known(num_local: int, num_heads: int | None, place: Place) -> bool:
     """Return True if a rank of a model with `num_heads` KV heads in every layer holds `num_local` of them."""
     num_heads, size = num_heads or 0, place.tp_size
     return num_heads == num_local * size or (num_local == 1 and num_heads > 0 and size % num_heads == 0)
-
-
-def part_of(layer: str, kind: Attention | Opaque, tensor: Tensor, group: int, place: Place) -> TensorPart:
-    if isinstance(kind, Attention):
-        return _attention(layer, kind, tensor, group)
-    return _opaque(layer, kind, tensor, group, place)
-
-
-def _attention(layer: str, kind: Attention, tensor: Tensor, group: int) -> TensorPart:
-    each, order = kind.tokens_per_entry, ["block", "head", TOKEN if kind.is_by_token else "slot", "dim"]
-    if not kind.is_by_token and kind.is_shared:
-        # A whole kernel block is one entry, so that ranks can share tokens by whole kernel blocks.
-        tensor, each = tensor.unsqueeze(2), each * tensor.shape[2]
-        order[2:] = [TOKEN, "slot", "dim"]
-    elif not kind.is_by_token:
-        each = Fraction(1)
-    elif each < 1:
-        # A layout needs one entry per token, so the entries of a token become a dim of their own.
-        per_token = int(1 / each)
-        tensor = tensor.unflatten(2, (-1, per_token))  # type: ignore[no-untyped-call]
-        order.insert(3, "entry")
-        each = Fraction(1)
-    return _part(layer, kind.content, tensor, order, group, "head", kind.heads, int(each))
-
-
-def _opaque(layer: str, kind: Opaque, tensor: Tensor, group: int, place: Place) -> TensorPart:
-    if tensor.shape[1:3] == (1, 1):
-        tensor, dims = as_bytes(tensor[:, 0])[..., : kind.num_bytes], ["byte"]
-    else:
-        tensor, dims = tensor.unsqueeze(1), ["row", "slot", "dim"]
-    held = None if kind.is_replicated else place.share(1)
-    return _part(layer, kind.content, tensor, ["block", "rank", *dims], group, "rank", held)
 
 
 def _part(

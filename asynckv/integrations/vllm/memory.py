@@ -24,7 +24,7 @@ from asynckv.geometry.check import Registration
 from asynckv.geometry.layout import ONE_PER_REQUEST, Group, TokenShard
 from asynckv.geometry.pairing import Padding
 from asynckv.integrations.vllm import compat
-from asynckv.integrations.vllm.caches import Attention, Opaque, Place, is_known, kv_heads, part_of, states
+from asynckv.integrations.vllm.caches import Attention, Opaque, Place, is_known, kv_heads, states
 from asynckv.integrations.vllm.early import check_parallel
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def register(config: Any, tensors: Mapping[str, Tensor], place: Place, facts: Mo
             if shared_by > 1:
                 kind = _shared(layer, spec, kind, tensor, place, facts)
             ratios.setdefault(_ratio(layer, spec, tensor), layer)
-            made += kind if isinstance(kind, list) else [part_of(layer, kind, tensor, index, place)]
+            made += kind if isinstance(kind, list) else [kind.part(layer, tensor, index, place)]
             if isinstance(kind, Opaque) and not kind.is_replicated:
                 opaque.append(layer)
             if isinstance(kind, Attention) and kind.heads is not None:
