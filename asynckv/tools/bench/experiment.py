@@ -50,7 +50,7 @@ NOT_WITH = {
         ("rate", "speed", "remote", "announced"),
     ),
 }
-"""What an option needs, and the options that it cannot be given with."""
+"""Needs of an option, and the options that it cannot be given with."""
 
 
 class Experiment:

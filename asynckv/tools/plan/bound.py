@@ -56,7 +56,7 @@ def _bound(num_bytes: int, descriptors: int, posts: int, python_s: float, copy_s
 
 
 class HeadStart(NamedTuple):
-    """What a head start saves at most of the time to the first token (docs/performance.md, "A head start")."""
+    """Time to the first token that a head start saves at most (docs/performance.md, "A head start"), in seconds."""
 
     chunk_tokens: int
     tokens_per_s: float
