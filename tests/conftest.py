@@ -34,6 +34,11 @@ if COMPILED is not None:
 gc.disable()
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Every test that is a coroutine runs on the loop of `anyio_backend`: none has to say so."""
+    session.add_marker("anyio")
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()

@@ -401,7 +401,6 @@ def test_tensors_that_are_none_are_named() -> None:
         register_tensors(**{**TENSORS, "tensors": {b"layers.0": STATE}})
 
 
-@pytest.mark.anyio
 async def test_events_are_waited_for_or_refused() -> None:
     for value in HOSTILE.values():
         with pytest.raises(LocalProtocolError, match="is not an event"):
@@ -527,7 +526,6 @@ def test_every_method_that_takes_anything_is_tried_here(kind: type, calls: dict[
     }
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("method", "name"), ONE_ARGUMENT, ids=[f"{m}-{p}" for m, p in ONE_ARGUMENT])
 async def test_an_argument_is_taken_or_refused_before_anything_happens(sim: Bench, method: str, name: str) -> None:
     async with sim.pair() as (prefill, decode, group):
@@ -580,7 +578,6 @@ def quiet_too(offload: Offload) -> tuple[Any, ...]:
     return said.counters, said.gauges, held, quiet(offload.engine), offload._tiers._closing
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("method", "name"), ONE_OF_AN_OFFLOAD, ids=[f"{m}-{p}" for m, p in ONE_OF_AN_OFFLOAD])
 async def test_what_an_offload_is_given_is_taken_or_refused_before_anything_happens(method: str, name: str) -> None:
     rank, taken = Rank(layout_of(), network_=EngineConfig(engine_id="worker-host")), set()
@@ -610,7 +607,6 @@ async def test_what_an_offload_is_given_is_taken_or_refused_before_anything_happ
         assert (await offload.load("last", [(0, [5, 6])], chain("p", 2), num_tokens=2 * SIZE)).num_tokens == 2 * SIZE
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("field", KVTransferParams.__struct_fields__)
 async def test_params_that_a_caller_made_are_checked_as_those_that_were_sent(sim: Bench, field: str) -> None:
     async with sim.pair() as (prefill, decode, group):
@@ -648,7 +644,6 @@ def test_what_is_followed_is_checked_and_no_error_shows_its_ticket(field: str) -
             assert "0a" * 8 not in str(made)
 
 
-@pytest.mark.anyio
 async def test_a_pull_that_is_refused_has_not_consumed_its_request(bench: Bench) -> None:
     async with bench.pair() as (prefill, decode, group):
         params, lent = prefill.lent(group, "r", [1, 4], num_tokens=20, written=True)
@@ -671,7 +666,6 @@ async def test_a_pull_that_is_refused_has_not_consumed_its_request(bench: Bench)
             assert (await lent.wait_released()).cause == "released"
 
 
-@pytest.mark.anyio
 async def test_lists_that_can_be_read_once_serve_every_attempt(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
         params, _ = prefill.lent(group, "r", [1], written=True)
@@ -680,7 +674,6 @@ async def test_lists_that_can_be_read_once_serve_every_attempt(sim: Bench) -> No
         assert decode.blocks([2]) == prefill.blocks([1])
 
 
-@pytest.mark.anyio
 async def test_a_lend_that_is_refused_leaves_the_memorys_epoch(sim: Bench) -> None:
     async with sim.pair() as (prefill, _, _):
         newer = PrefillRanks("prefill", [prefill.engine.endpoint], memory_epoch=3)

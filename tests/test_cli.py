@@ -294,7 +294,6 @@ def test_ctrl_c_while_the_report_is_written_is_one_line(
     assert (ended.value.code, capsys.readouterr()) == (130, ("", "asynckv: interrupted\n"))
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("turns", range(5))
 async def test_a_cancellation_that_meets_an_answer_of_a_worker_is_not_lost(turns: int) -> None:
     processes = Processes({})

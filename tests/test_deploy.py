@@ -386,7 +386,6 @@ class Composed:
 
 
 @pytest.mark.slow
-@pytest.mark.anyio
 @pytest.mark.timeout(2 * START_S)
 async def test_the_services_of_compose_answer_and_stop_in_time(tmp_path: Path) -> None:
     compose = Composed(tmp_path)

@@ -331,7 +331,6 @@ async def followed(**options: Any) -> AsyncIterator[tuple[Side, Side, EngineDesk
         yield prefill, decode, desk, group.make_params("p", [(0, [1])], 16)
 
 
-@pytest.mark.anyio
 async def test_a_follow_that_was_cancelled_is_told_as_such_and_an_offer_that_crosses_it_as_late() -> None:
     async with followed() as (prefill, _, desk, params):
         lent = prefill.engine.lend(params, ticket=TICKET)
@@ -345,7 +344,6 @@ async def test_a_follow_that_was_cancelled_is_told_as_such_and_an_offer_that_cro
         assert desk.untaken == []
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("by_cancel", [True, False])
 async def test_a_follow_that_goes_on_releases_what_it_is_offered_and_that_is_told(by_cancel: bool) -> None:
     async with followed() as (prefill, _, desk, params):
@@ -362,7 +360,6 @@ async def test_a_follow_that_goes_on_releases_what_it_is_offered_and_that_is_tol
         assert (desk.has_news, desk.untaken) == (False, [])
 
 
-@pytest.mark.anyio
 async def test_a_second_follow_is_refused_and_the_first_goes_on() -> None:
     async with followed() as (prefill, _, desk, params):
         wrong: Any = 7
@@ -385,7 +382,6 @@ async def test_a_second_follow_is_refused_and_the_first_goes_on() -> None:
         assert (await news_of(desk)).offered == [Offer("d", params)]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("how", ["withdrawn", "suspended", "abandoned", "bug", "not begun"])
 async def test_a_follow_without_an_offer_is_told_once_however_it_ends(
     how: str, monkeypatch: pytest.MonkeyPatch
@@ -420,7 +416,6 @@ async def test_a_follow_without_an_offer_is_told_once_however_it_ends(
         assert len(desk.take_finished().not_offered) == (how == "not begun")
 
 
-@pytest.mark.anyio
 async def test_a_follow_that_goes_on_leaves_a_store_of_its_request_alone() -> None:
     rank = OffloadRank(layout_of(), timeout_s=2.0, held_s=60.0)
     async with rank.engine:

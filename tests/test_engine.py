@@ -40,8 +40,6 @@ from asynckv.testing import SimControl, SimData
 from asynckv.testing.fabric import Fate
 from tests.engines import BLOCKS, Bench, memory, reading, until
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_request_from_params_to_release(bench: Bench) -> None:
     async with bench.pair(nixl=NixlConfig()) as (prefill, decode, group):

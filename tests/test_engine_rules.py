@@ -38,8 +38,6 @@ from tests.offloads import Rank, layout_of
 from tests.test_log_evidence import drops
 from tests.world import World, make_layout, reason
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_pull_from_an_address_that_may_not_be_talked_to_fails_at_once(
     sim: Bench, monkeypatch: pytest.MonkeyPatch

@@ -544,7 +544,6 @@ async def beginning(prefill: Side, decode: Side, group: PrefillRanks) -> asyncio
     return follow
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("real", [False, True])
 async def test_an_engine_reads_ahead_and_then_the_rest(real: bool) -> None:
     async with Bench(real).pair() as (prefill, decode, group):
@@ -560,7 +559,6 @@ async def test_an_engine_reads_ahead_and_then_the_rest(real: bool) -> None:
         assert (counters["pieces.complete"], counters["pulls.complete"]) == (1, 1)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("how", ["cancel", "withdrawn", "close"])
 async def test_an_engine_gives_the_blocks_back_when_what_it_follows_ends(how: str) -> None:
     async with Bench(False).pair() as (prefill, decode, group):
@@ -579,7 +577,6 @@ async def test_an_engine_gives_the_blocks_back_when_what_it_follows_ends(how: st
             await until(lambda: not decode.engine.holds())
 
 
-@pytest.mark.anyio
 async def test_an_offer_that_its_caller_does_not_hear_of_is_released_also_with_a_head_start() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         follow = await beginning(prefill, decode, group)
@@ -591,7 +588,6 @@ async def test_an_offer_that_its_caller_does_not_hear_of_is_released_also_with_a
         assert (await lent.wait_released()).cause == "released"
 
 
-@pytest.mark.anyio
 async def test_a_loan_that_is_refused_ends_its_pieces() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         follow = await beginning(prefill, decode, group)
@@ -605,7 +601,6 @@ async def test_a_loan_that_is_refused_ends_its_pieces() -> None:
             await follow
 
 
-@pytest.mark.anyio
 async def test_a_piece_is_written_and_may_be_taken_back_or_is_refused() -> None:
     async with Bench(False).pair() as (prefill, _, group):
         for flags in list[dict[str, Any]](({"written": True}, {"recall": True}, {})):

@@ -45,7 +45,6 @@ def test_pieces_of_a_second_request_under_a_ticket_do_not_outlive_its_loan() -> 
     service.ended_well()
 
 
-@pytest.mark.anyio
 async def test_a_cancelled_pull_waits_until_the_piece_under_way_has_its_outcome() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         data = decode.data
@@ -92,7 +91,6 @@ def test_a_piece_without_hashes_is_not_trusted_where_the_loan_has_some() -> None
     assert it.rest(it.blocks, 4 * BLOCK, loan)[0][0] == 0
 
 
-@pytest.mark.anyio
 async def test_a_loan_that_its_desk_refuses_ends_its_pieces() -> None:
     async with Bench(False).pair() as (prefill, _, group):
         desk = EngineDesk(prefill.engine)
@@ -109,7 +107,6 @@ async def test_a_loan_that_its_desk_refuses_ends_its_pieces() -> None:
 # -- leaks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_a_follow_that_is_cancelled_just_before_it_hears_of_a_piece_leaves_nothing() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))]))
@@ -298,7 +295,6 @@ def test_a_prefill_ledger_lends_pieces_of_a_request_with_a_long_id() -> None:
 # -- growth, and what others pay -------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_a_follower_that_repeats_itself_adds_nothing_to_the_news() -> None:
     async with Bench(False).pair() as (prefill, _, _):
         desk = EngineDesk(prefill.engine)
@@ -392,7 +388,6 @@ def test_what_pieces_brought_is_not_taken_for_a_later_request_of_the_same_name()
     assert [decode.buffers.block(b) for b in HERE] == lent
 
 
-@pytest.mark.anyio
 async def test_a_difference_in_a_piece_fails_the_request_also_after_its_offer() -> None:
     bench = Bench(False)
     async with bench.pair(pull=PullConfig(second_look=1.0)) as (prefill, decode, group):
@@ -500,7 +495,6 @@ def test_a_piece_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(encoded) == 1, "as a loan is; params of a long prompt take a millisecond"
 
 
-@pytest.mark.anyio
 async def test_a_pull_that_does_not_say_that_it_goes_on_leaves_no_flight() -> None:
     """When the desk is closed, such a flight is reported as failed and retired, though its request is complete."""
     async with Bench(False).pair() as (prefill, decode, group):
@@ -563,7 +557,6 @@ def test_a_rank_whose_follow_has_ended_pulls_what_another_rank_was_offered() -> 
     service.ended_well()
 
 
-@pytest.mark.anyio
 async def test_followers_of_tickets_without_end_add_a_bounded_number_of_news() -> None:
     async with Bench(False).pair() as (prefill, _, _):
         desk = EngineDesk(prefill.engine)

@@ -43,9 +43,6 @@ from asynckv.scheduler import PrefillRanks
 from tests.engines import Bench, until
 from tests.world import BLOCK, NUM_BLOCKS, begin, make_layout, opened
 
-pytestmark = pytest.mark.anyio
-
-
 # -- the list ----------------------------------------------------------------------------------------
 
 

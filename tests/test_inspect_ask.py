@@ -55,7 +55,6 @@ from asynckv.tools.diagnose.why_report import report
 from asynckv.tools.diagnose.why_text import show_findings
 from tests.engines import memory, until
 
-pytestmark = pytest.mark.anyio
 SHORT_S = 0.15
 """Seconds for which those are waited for that never answer."""
 

@@ -13,7 +13,6 @@ from asynckv.core.types import Address
 from tests.engines import Bench, until
 from tests.lab.fleet import Fleet
 
-pytestmark = pytest.mark.anyio
 GRANT_S, LEASE_S = 2.0, 60.0
 WITHIN_S = 20.0
 """Of so long a lease. A grant and a second are enough; the machine may be busy."""

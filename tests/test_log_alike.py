@@ -28,8 +28,6 @@ from tests.engines import Bench, Side, until
 from tests.test_leaks_records import row, write
 from tests.test_log_evidence import drops, name_of
 
-pytestmark = pytest.mark.anyio
-
 MANY = 300
 
 

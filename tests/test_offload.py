@@ -49,8 +49,6 @@ from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, offloading
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_what_is_stored_is_loaded_into_other_blocks() -> None:
     async with offloading(layout_of()) as (rank, offload):

@@ -23,7 +23,7 @@ from asynckv.results import Loaded
 from tests.lab.offload_audit import check as check_offload
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, layout_of
 
-pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
+pytestmark = pytest.mark.nixl
 
 GIVE_UP_S = 20.0
 MOST_S = 0.05

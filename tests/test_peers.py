@@ -934,7 +934,6 @@ def test_a_rank_that_gave_way_before_it_was_needed_is_released_in_the_end_and_it
     world.check()
 
 
-@pytest.mark.anyio
 async def test_a_last_word_to_a_rank_that_gave_way_leaves_no_link_behind() -> None:
     world = World()
     prefill = world.add("prefill", make_layout())

@@ -116,7 +116,6 @@ def said(findings: Findings) -> list[Any]:
     return [*findings.wrong, *findings.limits, *findings.notes, *findings.late]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("level", ["info", "debug"])
 async def test_the_line_of_a_pull_tells_of_its_pieces_and_nothing_warns_of_what_became_of_them(
     level: Any, tmp_path: Path
@@ -137,7 +136,6 @@ async def test_the_line_of_a_pull_tells_of_its_pieces_and_nothing_warns_of_what_
     assert said(find(Looking([str(tmp_path)], None, None, None, 1.0).look())) == []
 
 
-@pytest.mark.anyio
 async def test_why_finds_nothing_wrong_with_a_head_start_that_lasts() -> None:
     async with pair() as (prefill, decode, group):
         follow = asyncio.create_task(decode.follow("d", target_of(prefill), groups=HERE))
@@ -155,7 +153,6 @@ async def test_why_finds_nothing_wrong_with_a_head_start_that_lasts() -> None:
             await follow
 
 
-@pytest.mark.anyio
 async def test_metrics_count_pieces_apart_from_pulls_and_loans() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         await story(prefill.engine, decode.engine, decode.data, group)

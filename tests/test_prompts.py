@@ -37,8 +37,6 @@ from asynckv.tools.diagnose.timeline_model import ground
 from tests.engines import Bench, until
 from tests.test_findings import START, say, screen, well
 
-pytestmark = pytest.mark.anyio
-
 NONE = PromptsCounted(without_params=200, in_a_row=200, in_a_row_s=12.0)
 
 

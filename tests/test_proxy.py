@@ -44,8 +44,6 @@ from asynckv.tools.proxy.server import COMPLETIONS, serving, told_to_stop
 from asynckv.tools.proxy.sources import Sources
 from docs.examples.service import pd_service
 
-pytestmark = pytest.mark.anyio
-
 QUICK = Limits(connect_s=5, prefill_s=30, silence_s=30, health_s=0.01, refresh_s=0.01)
 IMPATIENT = {
     "prefill": Limits(connect_s=5, prefill_s=0.2, silence_s=30, health_s=5),

@@ -48,8 +48,6 @@ from tests.test_proxy import (
     streams,
 )
 
-pytestmark = pytest.mark.anyio
-
 FOLLOWS = {"asynckv_follows": True}
 EVENT = b'data: {"choices": [{"text": "three", "finish_reason": null}], "kv_transfer_params": null}\n\n'
 FINISH = (

@@ -33,8 +33,6 @@ from tests.test_admission import ask, world_of
 from tests.test_lifecycle import QUICK, passing, reading, running
 from tests.world import begin, reason
 
-pytestmark = pytest.mark.anyio
-
 
 async def spin(sim: Bench, seconds: float, step: float = 0.05) -> None:
     """Let time pass, with some turns of the loop for each bit."""

@@ -463,7 +463,6 @@ WAYS: dict[str, tuple[str, Callable[[Side, Any, Any], Any]]] = {
 }
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("way", WAYS)
 async def test_only_a_recall_drops_grants_and_other_ends_keep_them_as_for_every_request(sim: Bench, way: str) -> None:
     by, revoke = WAYS[way]
@@ -494,7 +493,6 @@ async def test_only_a_recall_drops_grants_and_other_ends_keep_them_as_for_every_
 # -- blocks that others hold -----------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_a_recall_returns_the_blocks_that_others_hold_and_only_these(sim: Bench) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         params, _, task = await granted(prefill, decode, group)
@@ -521,7 +519,6 @@ async def test_a_recall_returns_the_blocks_that_others_hold_and_only_these(sim: 
             decode.engine.cancel(hold.request_id)
 
 
-@pytest.mark.anyio
 async def test_a_recall_after_the_end_of_an_engine_returns_the_promises_that_the_end_cut_short(sim: Bench) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         decode.data.deferred = True
@@ -537,7 +534,6 @@ async def test_a_recall_after_the_end_of_an_engine_returns_the_promises_that_the
             await passing(sim, task)
 
 
-@pytest.mark.anyio
 async def test_blocks_that_the_memory_does_not_have_are_held_by_no_request(sim: Bench) -> None:
     async with sim.pair(lease=QUICK) as (prefill, _, group):
         prefill.lent(group, "r", [BLOCKS - 1], written=True)
@@ -548,7 +544,6 @@ async def test_blocks_that_the_memory_does_not_have_are_held_by_no_request(sim: 
         assert [hold.blocks for hold in prefill.engine.recall([ragged])] == [{0: (BLOCKS - 1,)}]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("bad", ["unmarked", "another engine's", "malformed"])
 async def test_requests_beside_a_bad_one_are_not_recalled(sim: Bench, bad: str) -> None:
     async with sim.pair(lease=QUICK) as (prefill, _, group):
@@ -571,7 +566,6 @@ def test_a_recall_on_an_engine_that_was_not_started_is_refused() -> None:
         Bench(False).side("prefill", 1).engine.recall([])
 
 
-@pytest.mark.anyio
 async def test_a_recall_returns_blocks_that_an_offload_stores() -> None:
     async with offloading(layout_of()) as (rank, offload):
         group = PrefillRanks("worker", [rank.engine.endpoint])
@@ -640,7 +634,6 @@ def test_a_withdrawn_request_is_not_lent_after_the_memory_was_registered_anew() 
     assert prefill.core.prefill.memory_epoch == 1, "the next epoch is a later one, and refuses this key"
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("other", [{"recall": True}, {"groups": [[0, [[8, 2]]]]}, {"num_tokens": 1}])
 async def test_params_that_are_not_those_of_the_loan_recall_nothing(sim: Bench, other: dict[str, Any]) -> None:
     """A mark that was added later says nothing to a reader, which goes by the params that it was given."""

@@ -481,7 +481,6 @@ def test_a_read_of_a_packed_copy_is_compared_with_the_blocks_and_not_with_the_co
 # -- what people hear of it --------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_a_difference_is_raised_and_logged_once_per_peer(sim: Bench, events: list[dict[str, Any]]) -> None:
     async with sim.pair(pull=settings()) as (prefill, decode, group):
         decode.data.deferred = True

@@ -26,8 +26,6 @@ from asynckv.tools.proxy.server import serving
 from tests.engines import Bench, Side, until
 from tests.observed import QUICK, end, passing, story
 
-pytestmark = pytest.mark.anyio
-
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 
