@@ -17,6 +17,7 @@ from hypothesis import settings
 
 from asynckv.observe.log import Recorder
 from asynckv.observe.setup import configure_logging
+from tests.commands import Command
 from tests.documented import problems
 from tests.engines import Bench
 
@@ -92,6 +93,11 @@ def events() -> list[dict[str, Any]]:
             return iter([json.loads(line) for line in stream.getvalue().splitlines()])
 
     return Lines()
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.nixl)])
