@@ -64,7 +64,7 @@ from asynckv.layout import (
 from asynckv.offload import Offload, OffloadConfig
 from asynckv.offload.eviction import policy_named
 from asynckv.tiers.offload import Pin
-from tests.engines import Bench, memory, until
+from tests.engines import Bench, memory, turn_loop, until
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies
 from tests.offloads import SIZE, Rank, chain, layout_of
@@ -434,8 +434,7 @@ async def pumped(bench: Bench | Rank, call: Callable[[], Any]) -> Any:
         return found
     task = asyncio.ensure_future(_awaited(found))
     with anyio.fail_after(20):
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turn_loop(20)
         while not task.done():
             bench.clock.advance(0.05)
             await asyncio.sleep(0)
@@ -536,8 +535,7 @@ async def test_an_argument_is_taken_or_refused_before_anything_happens(sim: Benc
             if method == "resume":
                 await pumped(sim, decode.engine.suspend)
             lent = prefill.engine.lend(params, ticket=f"{number:032x}") if method != "lend" else None
-            for _ in range(3):
-                await asyncio.sleep(0)
+            await turn_loop(3)
             before = quiet(role.engine)
             given = {**arguments(params, number)[method], name: value}
             found, error = None, None

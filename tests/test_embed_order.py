@@ -31,7 +31,7 @@ from asynckv.embed import desk as embed_desk
 from asynckv.engine import driver as driver_module
 from asynckv.errors import NoOffer
 from asynckv.testing import SimControl, SimData, SimNetwork
-from tests.engines import Bench, Side, memory, news_of, until
+from tests.engines import Bench, Side, memory, news_of, turn_loop, until
 from tests.offloads import SIZE, chain, layout_of
 from tests.offloads import Rank as OffloadRank
 from tests.test_follows import TICKET, target_of
@@ -120,8 +120,7 @@ def test_a_pull_that_ends_by_a_bug_is_told_once_it_is_known_what_becomes_of_its_
             else:
                 decode.data.doubt(transfer)
                 await until(lambda: decode.engine.statistics().counters.get("pulls.read_failed"))
-                for _ in range(9):
-                    await asyncio.sleep(0)
+                await turn_loop(9)
                 assert not desk.has_news
                 if fate == "returned":
                     decode.data.finish(transfer)

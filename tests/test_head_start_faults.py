@@ -17,7 +17,7 @@ from asynckv.core.wire import Follow, Offered, Unfollow, decode_packet, encode_o
 from asynckv.embed import EngineDesk, Finished, Lend, Offer, PrefillLedger, Pull, Refused, StartEarly
 from asynckv.embed import Follow as FollowOrder
 from asynckv.testing import SimData
-from tests.engines import Bench, until
+from tests.engines import Bench, turn_loop, until
 from tests.test_follows import OTHER, TICKET, target_of
 from tests.test_head_start import HERE, THERE, Service, counters, head
 from tests.world import BLOCK, World, make_layout, ranks_of
@@ -56,8 +56,7 @@ async def test_a_cancelled_pull_waits_until_the_piece_under_way_has_its_outcome(
         pull = asyncio.create_task(decode.engine.pull("d", [(0, list(HERE))], params))
         await until(lambda: any(x.state is RequestState.PAUSING for x in decode.engine._driver.core.requests))
         pull.cancel()
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turn_loop(20)
         was_done = pull.done()
         data.finish()
         with pytest.raises(asyncio.CancelledError):
@@ -125,8 +124,7 @@ async def test_a_follow_that_is_cancelled_just_before_it_hears_of_a_piece_leaves
         )
         with pytest.raises(asyncio.CancelledError):
             await follow
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turn_loop(20)
         left = dict(decode.engine._driver.core.decode.between)
         decode.engine.cancel("d")
         assert left == {}

@@ -40,7 +40,7 @@ from asynckv.geometry.plan import ReadRequest
 from asynckv.layout import register_memory
 from asynckv.ports import AgentInfo
 from asynckv.testing import SimControl, SimData, SimNetwork
-from tests.engines import Bench, memory, until
+from tests.engines import Bench, memory, turn_loop, until
 from tests.lab.world import Process, World, WorldClock, WorldControl, WorldData
 
 Ts = TypeVarTuple("Ts")
@@ -115,8 +115,7 @@ async def test_every_public_method_is_refused_from_another_thread_and_nothing_ch
         announced = group.make_params("r", [(0, [3])], 16, written=True)
         decode.engine.announce("d", announced)
         await until(lambda: prefill.engine.statistics().gauges["parked"] == 1)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await turn_loop(5)
         for side in (prefill, decode):
             engine = side.engine
             arguments = calls(group.make_params("new", [(0, [2])], 16))
@@ -392,8 +391,7 @@ def test_a_turn_that_could_not_be_had_is_asked_for_again() -> None:
 
     async def main() -> None:
         async with bench.pair() as (prefill, decode, group):
-            for _ in range(3):
-                await asyncio.sleep(0)
+            await turn_loop(3)
             params = group.make_params("r", [(0, [1])], 16, written=True)
             engines = prefill.engine, decode.engine
             before = [state(engine)[:2] for engine in engines]
