@@ -17,6 +17,8 @@ from tests.lab.leaky import make_leaky
 from tests.lab.mishaps import MISHAPS
 from tests.lab.truth import watch
 
+pytestmark = pytest.mark.slow
+
 LEAKY, FAULTS = range(24), range(24, 48)
 
 
@@ -30,7 +32,6 @@ def judged(kind: str, seeds: range, modes: Sequence[str] = MODES[:3]) -> tuple[l
     return found, counts
 
 
-@pytest.mark.slow
 def test_every_late_request_is_named_with_its_true_cause_and_none_else() -> None:
     found, counts = judged("leaky", LEAKY)
     assert found == []
@@ -42,14 +43,12 @@ def test_every_late_request_is_named_with_its_true_cause_and_none_else() -> None
     assert counts["decode.stuck_transfer"] + counts["decode.timeout_too_short"] > 3
 
 
-@pytest.mark.slow
 def test_so_it_is_where_everything_goes_wrong_at_once() -> None:
     found, counts = judged("faults", FAULTS)
     assert found == []
     assert counts["late requests"] > 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "kind"),
     # Where all goes wrong at once, a torn file of a rank that is restarted looks as if it had died while it lent.
@@ -77,7 +76,6 @@ def changed(event: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> C
     return edit
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seeds", "edit", "what"),
     [
@@ -94,7 +92,6 @@ def test_the_judge_sees_what_logs_hide(seeds: range, edit: Callable[[str], str],
     assert what in whats
 
 
-@pytest.mark.slow
 def test_a_witness_knows_what_is_late_without_any_log() -> None:
     for seed in range(40):
         script = make_leaky(seed)
@@ -110,7 +107,6 @@ def test_a_witness_knows_what_is_late_without_any_log() -> None:
     assert all("never_asked" in owed.whys for lease in leases for owed in lease.owed)
 
 
-@pytest.mark.slow
 def test_every_mishap_befalls_somebody() -> None:
     kinds = {x.kind for seed in range(200) for x in make_leaky(seed).mishaps}
     assert kinds == set(MISHAPS)
