@@ -37,7 +37,7 @@ from tests.offloads import SIZE, chain, layout_of, offloading
 from tests.test_lifecycle import passing
 from tests.test_packed_copies import Owner, Pair
 from tests.test_proof import Reading
-from tests.world import Rank, World, make_layout, ranks_of
+from tests.world import Rank, World, make_layout, opened, ranks_of
 
 RECALL = {"recall": True}
 
@@ -107,9 +107,7 @@ def test_a_refusal_ends_the_attempt_though_a_grant_runs(lands: bool) -> None:
 
 
 def test_withdrawing_ends_the_lease_in_the_same_call_whatever_was_granted() -> None:
-    world = World()
-    prefill = world.add("p", make_layout(), engine_id="prefill")
-    decode = world.add("d", make_layout(base=1 << 41), engine_id="decode")
+    world, prefill, decode = opened()
     params, lease = world.lent(prefill, "r", [3], written=True, recall=True)
     pull = world.pull(decode, "d", [5], params)
     world.deliver()
@@ -227,9 +225,7 @@ def test_a_recall_after_the_last_confirmation_takes_nothing_from_the_reader() ->
 
 def test_a_reader_older_than_the_mark_is_refused_and_told_to_upgrade() -> None:
     """Its params decode without the mark, so its claim has the digest of a request that is never recalled."""
-    world = World()
-    prefill = world.add("p", make_layout(), engine_id="prefill")
-    decode = world.add("d", make_layout(base=1 << 41), engine_id="decode")
+    world, prefill, decode = opened()
     params, lease = world.lent(prefill, "r", [3], written=True, recall=True)
     pull = world.pull(decode, "d", [5], msgspec.structs.replace(params, recall=UNSET))
     world.run()
@@ -333,9 +329,7 @@ def test_params_carry_the_mark_only_where_it_was_asked_for() -> None:
 
 
 def test_a_request_that_was_recalled_before_its_lend_is_never_lent_and_its_readers_are_refused() -> None:
-    world = World()
-    prefill = world.add("p", make_layout(), engine_id="prefill")
-    decode = world.add("d", make_layout(base=1 << 41), engine_id="decode")
+    world, prefill, decode = opened()
     params = world.params([prefill], "r", [3], 4, recall=True)
     pull = world.pull(decode, "d", [5], params)
     world.deliver_all()
@@ -350,9 +344,7 @@ def test_a_request_that_was_recalled_before_its_lend_is_never_lent_and_its_reade
 
 @pytest.mark.parametrize("end", ["released", "expired", "revoked"])
 def test_a_recall_after_the_end_changes_nothing(end: str) -> None:
-    world = World()
-    prefill = world.add("p", make_layout(), engine_id="prefill")
-    decode = world.add("d", make_layout(base=1 << 41), engine_id="decode")
+    world, prefill, decode = opened()
     params, lease = world.lent(prefill, "r", [3], written=True, recall=True)
     if end == "released":
         world.pull(decode, "d", [5], params)
@@ -370,9 +362,7 @@ def test_a_recall_after_the_end_changes_nothing(end: str) -> None:
 
 
 def test_grants_of_a_request_without_the_mark_outlive_its_withdrawal() -> None:
-    world = World()
-    prefill = world.add("p", make_layout(), engine_id="prefill")
-    decode = world.add("d", make_layout(base=1 << 41), engine_id="decode")
+    world, prefill, decode = opened()
     params, lease = world.lent(prefill, "r", [3], written=True)
     pull = world.pull(decode, "d", [5], params)
     world.deliver_all()
