@@ -141,8 +141,7 @@ def test_a_difference_that_an_early_look_has_found_is_forgotten() -> None:
     world.deliver()
     world.deliver()
     claims, world.letters = world.letters, []
-    for transfer_id in list(decode.reads):
-        world.complete(decode, transfer_id)
+    world.complete_reads(decode)
     prefill.buffers.overwrite(3, 0x77)
     world.complete_all()
     assert pull.sources[0].differs is not None
