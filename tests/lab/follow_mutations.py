@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,33 +18,11 @@ from asynckv.core.types import FollowParams, Reason, decode_params
 from asynckv.core.wire import Follow, Offered, decode_offer, encode_offer
 from asynckv.embed import Announce, Cancel
 from asynckv.embed.ledgers import DecodeLedger, PrefillLedger
-from tests.lab.mutations import LONG, Plant, configured
-from tests.lab.rigged import Rank, Rigged, Said
-from tests.lab.world import Process
+from tests.lab.mutations import LONG, Bugs, configured
+from tests.lab.rigged import Rank, Said
 
-PLANTED: dict[str, Plant] = {}
-INSIDE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
-"""Replacements that a bug needs besides what a rank does, or that are the bug."""
-
-
-def planted(plant: Plant) -> Plant:
-    PLANTED[plant.__name__] = plant
-    return plant
-
-
-def inside(name: str = "") -> Callable[[Callable[[pytest.MonkeyPatch], None]], None]:
-    def add(patch: Callable[[pytest.MonkeyPatch], None]) -> None:
-        INSIDE[name or patch.__name__] = patch
-        PLANTED.setdefault(name or patch.__name__, lambda rank: None)
-
-    return add
-
-
-def doors(name: str, patch: pytest.MonkeyPatch) -> Callable[[Process], Rigged]:
-    """Return what makes the ranks of a simulated service have a planted bug."""
-    if name in INSIDE:
-        INSIDE[name](patch)
-    return partial(Rigged, plant=PLANTED[name])
+BUGS = Bugs()
+PLANTED, planted, inside, doors = BUGS.plants, BUGS.planted, BUGS.within, BUGS.doors
 
 
 # -- offers ------------------------------------------------------------------------------------------------------------

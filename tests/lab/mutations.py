@@ -62,9 +62,42 @@ from tests.lab.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_o
 from tests.lab.world import Process
 
 Plant = Callable[[Rank], None]
-PLANTED: dict[str, Plant] = {}
-INSIDE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
-"""Replacements in the core that a mutation needs besides."""
+
+
+class Bugs:
+    """Bugs by name, and how ranks are given one.
+
+    Attributes:
+        plants: What a rank does that has the bug.
+        inside: Replacements that a bug needs besides, or that are the bug.
+    """
+
+    def __init__(self) -> None:
+        self.plants: dict[str, Plant] = {}
+        self.inside: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+
+    def planted(self, plant: Plant) -> Plant:
+        self.plants[plant.__name__] = plant
+        return plant
+
+    def within(self, name: str = "") -> Callable[[Callable[[pytest.MonkeyPatch], None]], None]:
+        """Register a bug that no door shows, or what a planted one needs besides."""
+
+        def add(patch: Callable[[pytest.MonkeyPatch], None]) -> None:
+            self.inside[name or patch.__name__] = patch
+            self.plants.setdefault(name or patch.__name__, lambda rank: None)
+
+        return add
+
+    def doors(self, name: str, patch: pytest.MonkeyPatch) -> Callable[[Process], Rigged]:
+        """Return what makes the ranks of a simulated service have a planted bug."""
+        if name in self.inside:
+            self.inside[name](patch)
+        return partial(Rigged, plant=self.plants[name])
+
+
+BUGS = Bugs()
+PLANTED, planted, inside, doors = BUGS.plants, BUGS.planted, BUGS.within, BUGS.doors
 
 MARGIN = 1e-3
 """By how much clocks may differ."""
@@ -72,28 +105,6 @@ MARGIN = 1e-3
 ANSWERS = (Granted, NotYet, Refused)
 ASKS = (Claim, Renew)
 LONG = 1e5
-
-
-def planted(plant: Plant) -> Plant:
-    PLANTED[plant.__name__] = plant
-    return plant
-
-
-def inside(name: str = "") -> Callable[[Callable[[pytest.MonkeyPatch], None]], None]:
-    """Register a bug that no door shows, or what a planted one needs besides."""
-
-    def add(patch: Callable[[pytest.MonkeyPatch], None]) -> None:
-        INSIDE[name or patch.__name__] = patch
-        PLANTED.setdefault(name or patch.__name__, lambda rank: None)
-
-    return add
-
-
-def doors(name: str, patch: pytest.MonkeyPatch) -> Callable[[Process], Rigged]:
-    """Return what makes the ranks of a simulated service have a planted bug."""
-    if name in INSIDE:
-        INSIDE[name](patch)
-    return partial(Rigged, plant=PLANTED[name])
 
 
 # -- what several have in common ---------------------------------------------------------------------------------------
