@@ -22,7 +22,7 @@ from tests.lab.mutations import LONG, Bugs, configured
 from tests.lab.rigged import Rank, Said
 
 BUGS = Bugs()
-PLANTED, planted, inside, doors = BUGS.plants, BUGS.planted, BUGS.within, BUGS.doors
+PLANTED, planted, inside, replaced, doors = BUGS.plants, BUGS.planted, BUGS.within, BUGS.replaced, BUGS.doors
 
 
 # -- offers ------------------------------------------------------------------------------------------------------------
@@ -103,10 +103,8 @@ def what_is_revoked_is_offered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Offers, "answer", answer)
 
 
-@inside()
-def a_second_request_under_a_ticket(patch: pytest.MonkeyPatch) -> None:
-    """A scheduler takes each ticket for its request's own."""
-    patch.setattr(PrefillLedger, "take_ticket", lambda ledger, ticket: True)
+# A scheduler takes each ticket for its request's own.
+replaced("a_second_request_under_a_ticket", PrefillLedger, "take_ticket", lambda ledger, ticket: True)
 
 
 @inside()
@@ -123,16 +121,11 @@ def a_second_loan_under_a_ticket(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Offers, "lend", lend)
 
 
-@inside()
-def a_ticket_that_outlives_its_request(patch: pytest.MonkeyPatch) -> None:
-    """A rank forgets that a loan has ended."""
-    patch.setattr(Offers, "lease_ended", lambda offers, key, reason: None)
+# A rank forgets that a loan has ended.
+replaced("a_ticket_that_outlives_its_request", Offers, "lease_ended", lambda offers, key, reason: None)
 
-
-@inside()
-def a_dropped_request_keeps_its_ticket(patch: pytest.MonkeyPatch) -> None:
-    """A scheduler tells no rank that a request has ended without a loan."""
-    patch.setattr(PrefillLedger, "withdraw_ticket", lambda ledger, ticket: None)
+# A scheduler tells no rank that a request has ended without a loan.
+replaced("a_dropped_request_keeps_its_ticket", PrefillLedger, "withdraw_ticket", lambda ledger, ticket: None)
 
 
 @inside()
@@ -247,10 +240,8 @@ def _misled(rank: Rank) -> None:
 PLANTED["params_of_another_engine_taken"] = PLANTED.pop("_misled")
 
 
-@inside()
-def late_offers_are_kept(patch: pytest.MonkeyPatch) -> None:
-    """What is offered too late is not released by the rank that is offered it."""
-    patch.setattr(RankCore, "_release_late", lambda core, following, now: None)
+# What is offered too late is not released by the rank that is offered it.
+replaced("late_offers_are_kept", RankCore, "_release_late", lambda core, following, now: None)
 
 
 # -- schedulers --------------------------------------------------------------------------------------------------------
@@ -293,31 +284,21 @@ def ordering_no(kind: type, honest: Callable[..., None]) -> Callable[..., None]:
     return method
 
 
-@inside()
-def no_claim_before_there_are_blocks(patch: pytest.MonkeyPatch) -> None:
-    """A request that was offered is not announced."""
-    patch.setattr(DecodeLedger, "_take_offer", ordering_no(Announce, DecodeLedger._take_offer))
+# A request that was offered is not announced.
+replaced(
+    "no_claim_before_there_are_blocks", DecodeLedger, "_take_offer", ordering_no(Announce, DecodeLedger._take_offer)
+)
 
+# A scheduler lets the other ranks of its engine keep what one was offered too late.
+replaced("offers_that_nobody_needs_are_kept", DecodeLedger, "offered", ordering_no(Cancel, DecodeLedger.offered))
 
-@inside()
-def offers_that_nobody_needs_are_kept(patch: pytest.MonkeyPatch) -> None:
-    """A scheduler lets the other ranks of its engine keep what one was offered too late."""
-    patch.setattr(DecodeLedger, "offered", ordering_no(Cancel, DecodeLedger.offered))
+# Nobody releases what is offered for a prompt that is cached whole.
+replaced("a_cached_prompt_is_followed_no_more", DecodeLedger, "release", DecodeLedger.cancel)
 
+# A rank in the place of one that died follows nothing.
+replaced(
+    "a_dead_rank_takes_its_follows_along", DecodeLedger, "rank_joined", ordering_no(object, DecodeLedger.rank_joined)
+)
 
-@inside()
-def a_cached_prompt_is_followed_no_more(patch: pytest.MonkeyPatch) -> None:
-    """Nobody releases what is offered for a prompt that is cached whole."""
-    patch.setattr(DecodeLedger, "release", DecodeLedger.cancel)
-
-
-@inside()
-def a_dead_rank_takes_its_follows_along(patch: pytest.MonkeyPatch) -> None:
-    """A rank in the place of one that died follows nothing."""
-    patch.setattr(DecodeLedger, "rank_joined", ordering_no(object, DecodeLedger.rank_joined))
-
-
-@inside()
-def a_refusal_of_one_rank_is_passed_over(patch: pytest.MonkeyPatch) -> None:
-    """A scheduler waits on for a request that a rank is not offered."""
-    patch.setattr(DecodeLedger, "not_offered", lambda ledger, rank, failed: None)
+# A scheduler waits on for a request that a rank is not offered.
+replaced("a_refusal_of_one_rank_is_passed_over", DecodeLedger, "not_offered", lambda ledger, rank, failed: None)

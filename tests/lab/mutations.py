@@ -1,8 +1,8 @@
 """Bugs planted on purpose, one at a time: each breaks one rule of the design, and the simulation must see it.
 
 Each is said by what a rank with that bug does, as it is seen from outside: at its doors (`rigged.py`). So none of
-them knows how the engine is made, and none is lost when that changes. The few in `INSIDE` break what cannot be seen
-from there: they replace public functions instead.
+them knows how the engine is made, and none is lost when that changes. The few that are `inside` break what cannot be
+seen from there: they replace public functions instead.
 """
 
 from __future__ import annotations
@@ -89,6 +89,10 @@ class Bugs:
 
         return add
 
+    def replaced(self, name: str, owner: object, what: str, other: object) -> None:
+        """Register a bug that is another value or function in one place."""
+        self.within(name)(lambda patch: patch.setattr(owner, what, other))
+
     def doors(self, name: str, patch: pytest.MonkeyPatch) -> Callable[[Process], Rigged]:
         """Return what makes the ranks of a simulated service have a planted bug."""
         if name in self.inside:
@@ -97,7 +101,7 @@ class Bugs:
 
 
 BUGS = Bugs()
-PLANTED, planted, inside, doors = BUGS.plants, BUGS.planted, BUGS.within, BUGS.doors
+PLANTED, planted, inside, replaced, doors = BUGS.plants, BUGS.planted, BUGS.within, BUGS.replaced, BUGS.doors
 
 MARGIN = 1e-3
 """By how much clocks may differ."""
@@ -536,10 +540,8 @@ def whoever_has_not_spoken_up_is_not_owed(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(WHEN, LeaseState.LENT, {all_known_have_released: LeaseState.RELEASED, **WHEN[LeaseState.LENT]})
 
 
-@inside()
-def one_lost_reader_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
-    """A lease ends early when one of several owed readers is gone."""
-    patch.setattr(Lease, "is_forsaken", lambda lease: not lease.grants and bool(lease.gone))
+# A lease ends early when one of several owed readers is gone.
+replaced("one_lost_reader_ends_a_lease", Lease, "is_forsaken", lambda lease: not lease.grants and bool(lease.gone))
 
 
 @planted
@@ -1044,10 +1046,8 @@ def differences_are_judged_before_the_proof(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pull, "looked", looked)
 
 
-@inside()
-def differences_are_tried_again(patch: pytest.MonkeyPatch) -> None:
-    """The engine reads once more what has differed."""
-    patch.setattr(attempts, "RETRYABLE", attempts.RETRYABLE | {Reason.DIFFERS})
+# The engine reads once more what has differed.
+replaced("differences_are_tried_again", attempts, "RETRYABLE", attempts.RETRYABLE | {Reason.DIFFERS})
 
 
 # -- custody of blocks -------------------------------------------------------------------------------------------------
@@ -1424,10 +1424,8 @@ def copies_are_packed_backwards(rank: Rank) -> None:
         return said.but(recipe=msgspec.structs.replace(recipe, boxes=boxes))
 
 
-@inside()
-def copies_stay_after_their_grants(patch: pytest.MonkeyPatch) -> None:
-    """Packed copies keep their slots when their request is over."""
-    patch.setattr(Copies, "settle", lambda self, lease: None)
+# Packed copies keep their slots when their request is over.
+replaced("copies_stay_after_their_grants", Copies, "settle", lambda self, lease: None)
 
 
 @planted
