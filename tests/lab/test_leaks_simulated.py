@@ -6,13 +6,12 @@ A thousand services are judged by `python -m tests.lab.leaks_truth`; here are so
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.lab.leaks_truth import MODES, Disagreement, one
+from tests.lab.leaks_truth import MODES, judged, one
 from tests.lab.leaky import make_leaky
 from tests.lab.mishaps import MISHAPS
 from tests.lab.truth import watch
@@ -22,18 +21,8 @@ pytestmark = pytest.mark.slow
 LEAKY, FAULTS = range(24), range(24, 48)
 
 
-def judged(kind: str, seeds: range, modes: Sequence[str] = MODES[:3]) -> tuple[list[Disagreement], Counter[str]]:
-    found: list[Disagreement] = []
-    counts: Counter[str] = Counter()
-    for seed in seeds:
-        disagreements, more = one(seed, kind, modes)
-        found += disagreements
-        counts += more
-    return found, counts
-
-
 def test_every_late_request_is_named_with_its_true_cause_and_none_else() -> None:
-    found, counts = judged("leaky", LEAKY)
+    found, counts = judged("leaky", LEAKY, MODES[:3])
     assert found == []
     assert counts["late requests"] > 30
     assert counts["requests"] > 3 * counts["late requests"]
@@ -44,7 +33,7 @@ def test_every_late_request_is_named_with_its_true_cause_and_none_else() -> None
 
 
 def test_so_it_is_where_everything_goes_wrong_at_once() -> None:
-    found, counts = judged("faults", FAULTS)
+    found, counts = judged("faults", FAULTS, MODES[:3])
     assert found == []
     assert counts["late requests"] > 10
 
