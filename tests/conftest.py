@@ -17,6 +17,7 @@ from hypothesis import settings
 
 from asynckv.observe.log import Recorder
 from asynckv.observe.setup import configure_logging
+from tests.commands import Command
 from tests.documented import problems
 from tests.engines import Bench
 
@@ -32,6 +33,11 @@ if COMPILED is not None:
 
 # Modules and tests are there to the end. The collector does not look through them as they are loaded, nor in any test.
 gc.disable()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Every test that is a coroutine runs on the loop of `anyio_backend`: none has to say so."""
+    session.add_marker("anyio")
 
 
 def pytest_collection_finish() -> None:
@@ -87,6 +93,11 @@ def events() -> list[dict[str, Any]]:
             return iter([json.loads(line) for line in stream.getvalue().splitlines()])
 
     return Lines()
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(monkeypatch, capsys)
 
 
 @pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.nixl)])

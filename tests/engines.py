@@ -131,6 +131,11 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
 
+async def turn_loop(times: int) -> None:
+    for _ in range(times):
+        await asyncio.sleep(0)
+
+
 async def news_of(desk: EngineDesk) -> Finished:
     """Wait until a desk has something to tell, and take it."""
     await until(lambda: desk.has_news)

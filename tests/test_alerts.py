@@ -504,7 +504,6 @@ def queries() -> Iterator[str]:
             yield target["expr"]
 
 
-@pytest.mark.anyio
 async def test_rules_and_dashboard_ask_for_what_two_engines_show(sim: Bench) -> None:
     shown: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(await lived(sim)):

@@ -64,7 +64,7 @@ from asynckv.layout import (
 from asynckv.offload import Offload, OffloadConfig
 from asynckv.offload.eviction import policy_named
 from asynckv.tiers.offload import Pin
-from tests.engines import Bench, memory, until
+from tests.engines import Bench, memory, turn_loop, until
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies
 from tests.offloads import SIZE, Rank, chain, layout_of
@@ -401,7 +401,6 @@ def test_tensors_that_are_none_are_named() -> None:
         register_tensors(**{**TENSORS, "tensors": {b"layers.0": STATE}})
 
 
-@pytest.mark.anyio
 async def test_events_are_waited_for_or_refused() -> None:
     for value in HOSTILE.values():
         with pytest.raises(LocalProtocolError, match="is not an event"):
@@ -435,8 +434,7 @@ async def pumped(bench: Bench | Rank, call: Callable[[], Any]) -> Any:
         return found
     task = asyncio.ensure_future(_awaited(found))
     with anyio.fail_after(20):
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turn_loop(20)
         while not task.done():
             bench.clock.advance(0.05)
             await asyncio.sleep(0)
@@ -527,7 +525,6 @@ def test_every_method_that_takes_anything_is_tried_here(kind: type, calls: dict[
     }
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("method", "name"), ONE_ARGUMENT, ids=[f"{m}-{p}" for m, p in ONE_ARGUMENT])
 async def test_an_argument_is_taken_or_refused_before_anything_happens(sim: Bench, method: str, name: str) -> None:
     async with sim.pair() as (prefill, decode, group):
@@ -538,8 +535,7 @@ async def test_an_argument_is_taken_or_refused_before_anything_happens(sim: Benc
             if method == "resume":
                 await pumped(sim, decode.engine.suspend)
             lent = prefill.engine.lend(params, ticket=f"{number:032x}") if method != "lend" else None
-            for _ in range(3):
-                await asyncio.sleep(0)
+            await turn_loop(3)
             before = quiet(role.engine)
             given = {**arguments(params, number)[method], name: value}
             found, error = None, None
@@ -580,7 +576,6 @@ def quiet_too(offload: Offload) -> tuple[Any, ...]:
     return said.counters, said.gauges, held, quiet(offload.engine), offload._tiers._closing
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("method", "name"), ONE_OF_AN_OFFLOAD, ids=[f"{m}-{p}" for m, p in ONE_OF_AN_OFFLOAD])
 async def test_what_an_offload_is_given_is_taken_or_refused_before_anything_happens(method: str, name: str) -> None:
     rank, taken = Rank(layout_of(), network_=EngineConfig(engine_id="worker-host")), set()
@@ -610,7 +605,6 @@ async def test_what_an_offload_is_given_is_taken_or_refused_before_anything_happ
         assert (await offload.load("last", [(0, [5, 6])], chain("p", 2), num_tokens=2 * SIZE)).num_tokens == 2 * SIZE
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("field", KVTransferParams.__struct_fields__)
 async def test_params_that_a_caller_made_are_checked_as_those_that_were_sent(sim: Bench, field: str) -> None:
     async with sim.pair() as (prefill, decode, group):
@@ -648,7 +642,6 @@ def test_what_is_followed_is_checked_and_no_error_shows_its_ticket(field: str) -
             assert "0a" * 8 not in str(made)
 
 
-@pytest.mark.anyio
 async def test_a_pull_that_is_refused_has_not_consumed_its_request(bench: Bench) -> None:
     async with bench.pair() as (prefill, decode, group):
         params, lent = prefill.lent(group, "r", [1, 4], num_tokens=20, written=True)
@@ -671,7 +664,6 @@ async def test_a_pull_that_is_refused_has_not_consumed_its_request(bench: Bench)
             assert (await lent.wait_released()).cause == "released"
 
 
-@pytest.mark.anyio
 async def test_lists_that_can_be_read_once_serve_every_attempt(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
         params, _ = prefill.lent(group, "r", [1], written=True)
@@ -680,7 +672,6 @@ async def test_lists_that_can_be_read_once_serve_every_attempt(sim: Bench) -> No
         assert decode.blocks([2]) == prefill.blocks([1])
 
 
-@pytest.mark.anyio
 async def test_a_lend_that_is_refused_leaves_the_memorys_epoch(sim: Bench) -> None:
     async with sim.pair() as (prefill, _, _):
         newer = PrefillRanks("prefill", [prefill.engine.endpoint], memory_epoch=3)

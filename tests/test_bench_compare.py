@@ -20,9 +20,10 @@ from asynckv.errors import ConfigError
 from asynckv.tools.bench import noise, table
 from asynckv.tools.bench.compare import compare, judge, show
 from asynckv.tools.bench.table import Run, Side
+from tests.commands import Command
 from tests.test_bench_report import good, options
 from tests.test_bench_sweep import head, row
-from tests.test_cli import asynckv, complaint
+from tests.test_cli import asynckv
 
 RUNS = st.lists(st.floats(0.001, 1e6), min_size=1, max_size=12)
 
@@ -302,11 +303,11 @@ def test_a_directory_is_several_runs(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_whole_report_is_one_line_and_status_2(
-    content: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    content: str, says: str, tmp_path: Path, command: Command
 ) -> None:
     path = tmp_path / "b.json"
     path.write_text(content)
-    text = complaint(["bench", "compare", saved(tmp_path / "a.json", made()), str(path)], monkeypatch, capsys)
+    text = command.complaint("bench", "compare", saved(tmp_path / "a.json", made()), str(path))
     assert says in text
     assert str(path) in text
 
@@ -335,24 +336,18 @@ def damaged(part: str, name: str, value: Any) -> dict[str, Any]:
     ],
 )
 def test_a_figure_that_is_no_number_cannot_pass_for_unchanged(
-    found: dict[str, Any],
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    found: dict[str, Any], says: str, tmp_path: Path, command: Command
 ) -> None:
     a, b = saved(tmp_path / "a.json", made()), saved(tmp_path / "b.json", found)
-    assert says in complaint(["bench", "compare", a, b, "--fail-above", "5%"], monkeypatch, capsys)
+    assert says in command.complaint("bench", "compare", a, b, "--fail-above", "5%")
 
 
-def test_a_file_that_is_given_twice_is_refused_by_whatever_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_is_given_twice_is_refused_by_whatever_name(tmp_path: Path, command: Command) -> None:
     a = saved(tmp_path / "a.json", made())
     (tmp_path / "c.json").symlink_to(a)
     for other in (a, str(tmp_path)):
-        assert "was given twice" in complaint(["bench", "compare", a, other], monkeypatch, capsys)
-    text = complaint(["bench", "compare", a, str(tmp_path / "c.json")], monkeypatch, capsys)
+        assert "was given twice" in command.complaint("bench", "compare", a, other)
+    text = command.complaint("bench", "compare", a, str(tmp_path / "c.json"))
     assert f"c.json: was given twice (as {a}); give each file once" in text
 
 

@@ -86,7 +86,6 @@ def polled(server: floor.Floor) -> Iterator[None]:
 
 @pytest.mark.nixl
 @pytest.mark.slow
-@pytest.mark.anyio
 async def test_descriptor_lists_are_prepared_before_the_clock_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = model_layout(MODEL, num_blocks=8)
     there, here = Pool(layout, seed=5), Pool(layout, seed=5)

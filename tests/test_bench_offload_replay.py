@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import pytest
 from asynckv.config import POLICIES
 from asynckv.offload.eviction import POLICIES as KNOWN
 from asynckv.offload.keys import StoredGroup
-from asynckv.tools import cli
 from asynckv.tools.bench.offload_replay import Prompts, Tiers, replay
 from asynckv.tools.bench.workload import Workload
 from scripts.bench import offload as bench_offload
 from scripts.bench.offload import ABOUT
+from tests.commands import Command
 
 GROUP = StoredGroup(name="attention", block_size=16, record_bytes=4096)
 SMALL = ["bench", "offload", "--layers", "2", "--kv-heads", "1", "--requests", "12", "--prompt-tokens", "128:200"]
@@ -34,13 +33,6 @@ def played(workload: Workload, *, blocks: int = 1000, files: int = 0, policy: st
     told = replay(Prompts(workload, 16, 16), [GROUP], Tiers(policy, blocks * 4096, files * 4096), lambda: None)
     assert sum(told["tokens"][where] for where in ("host", "file", "computed")) == told["tokens"]["prompt"]
     return told
-
-
-def asynckv(monkeypatch: pytest.MonkeyPatch, *argv: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["asynckv", *argv])
-    with pytest.raises(SystemExit) as ended:
-        sys.exit(cli.run())
-    return int(ended.value.code or 0)
 
 
 def test_tokens_have_one_hash_if_they_and_all_before_them_are_the_same() -> None:
@@ -82,18 +74,16 @@ def test_all_policies_can_be_asked_for() -> None:
     assert set(POLICIES) == set(KNOWN)
 
 
-def test_every_combination_of_sizes_and_policies_is_a_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_every_combination_of_sizes_and_policies_is_a_run(command: Command, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     argv = [*SMALL, "--host-mb", "1,2", "--file-mb", "0,8", "--policy", "lru,s3-fifo", "--json", str(report)]
-    assert asynckv(monkeypatch, *argv) == 0
-    said = capsys.readouterr()
+    status, out, err = command.run(*argv)
+    assert status == 0
     runs = json.loads(report.read_text())["runs"]
     assert {(run["policy"], run["host_bytes"] >> 20, run["file_bytes"] >> 20) for run in runs} == {
         (policy, host, file) for policy in POLICIES for host in (1, 2) for file in (0, 8)
     }
-    assert "a cache without eviction would find" in " ".join((said.out + said.err).split())
+    assert "a cache without eviction would find" in " ".join((out + err).split())
 
 
 @pytest.mark.parametrize(
@@ -105,11 +95,10 @@ def test_every_combination_of_sizes_and_policies_is_a_run(
         (["--shared-prefix", "64", "--block-size", "16:32"], "--block-size and --order take one value here"),
     ],
 )
-def test_bad_input_is_refused_with_its_remedy(
-    argv: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert asynckv(monkeypatch, "bench", "offload", *argv) == 2
-    assert says in " ".join(capsys.readouterr().err.split())
+def test_bad_input_is_refused_with_its_remedy(argv: list[str], says: str, command: Command) -> None:
+    status, _, err = command.run("bench", "offload", *argv)
+    assert status == 2
+    assert says in " ".join(err.split())
 
 
 # -- the bench of stores and loads -----------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import typer
 
 from asynckv.tools import bench, cli
 from asynckv.tools.bench.options import DECLARED, Options, Shape
-from tests.test_cli import complaint
+from tests.commands import Command
 
 COMMANDS: Any = typer.main.get_command(cli.app)
 PARAMS = {param.name: param for param in COMMANDS.commands["bench"].params}
@@ -39,10 +39,8 @@ def test_a_worker_is_told_all_options() -> None:
 @pytest.mark.parametrize(
     ("option", "value"), [("--concurrency", "0"), ("--warmup", "10001"), ("--prefix-cache", "-1"), ("--rate", "1e7")]
 )
-def test_what_is_out_of_bounds_is_refused_by_its_name(
-    option: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert f"Invalid value for '{option}'" in complaint(["bench", option, value], monkeypatch, capsys)
+def test_what_is_out_of_bounds_is_refused_by_its_name(option: str, value: str, command: Command) -> None:
+    assert f"Invalid value for '{option}'" in command.complaint("bench", option, value)
 
 
 def test_what_is_said_of_one_side_is_for_that_side() -> None:

@@ -28,7 +28,6 @@ def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 # -- a rank that has met many others ---------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 @pytest.mark.slow
 async def test_a_rank_that_has_met_many_is_measured_and_costs_little() -> None:
     network = SimNetwork()
@@ -43,7 +42,6 @@ async def test_a_rank_that_has_met_many_is_measured_and_costs_little() -> None:
 # -- a pull ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("pulls", "is_announced"), [(1, False), (1, True), (64, False)])
 async def test_a_pull_is_four_messages_and_pulls_at_once_share_packets(pulls: int, is_announced: bool) -> None:
     """A claim, its grant, a release and its receipt: alone each goes in a packet of its own."""

@@ -28,7 +28,7 @@ from asynckv.tools.bench.options import Options
 from asynckv.tools.bench.table import Head, Journal, Place, Row
 from asynckv.tools.bench.workload import Workload
 from asynckv.tools.plan.models import Heads, Model
-from tests.test_cli import complaint
+from tests.commands import Command
 
 COMMANDS: Any = typer.main.get_command(cli.app)
 BENCH = COMMANDS.commands["bench"]
@@ -126,18 +126,14 @@ def test_semicolons_separate_values_that_hold_commas() -> None:
         (["--out", "/proc/none/sweep.jsonl"], "cannot be written"),
     ],
 )
-def test_a_bad_sweep_is_one_line_and_status_2(
-    argv: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_sweep_is_one_line_and_status_2(argv: list[str], says: str, tmp_path: Path, command: Command) -> None:
     out = [] if "--out" in argv else ["--out", str(tmp_path / "s.jsonl")]
-    assert says in complaint(["bench", "sweep", *argv, *out], monkeypatch, capsys)
+    assert says in command.complaint("bench", "sweep", *argv, *out)
     assert not list(tmp_path.iterdir())  # nothing was begun
 
 
-def test_options_before_a_subcommand_are_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = complaint(["bench", "--tp", "2", "sweep", "--out", "x"], monkeypatch, capsys)
+def test_options_before_a_subcommand_are_refused(command: Command) -> None:
+    text = command.complaint("bench", "--tp", "2", "sweep", "--out", "x")
     assert "--tp stands before sweep" in text
 
 

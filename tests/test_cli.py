@@ -14,26 +14,13 @@ from typing import Any
 
 import pytest
 
-from asynckv.tools import cli
 from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.processes import MARK, Processes
 from asynckv.tools.bench.protocol import Ended, encode
 from asynckv.tools.bench.workers import Worker
+from tests.commands import Command
 
 SMALL = ["bench", "--layers", "2", "--prompt-tokens", "64:300", "--concurrency", "4"]
-
-
-def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run in this process, expect exit status 2, and return the one line on stderr."""
-    monkeypatch.setattr(sys, "argv", ["asynckv", *argv])
-    with pytest.raises(SystemExit) as caught:
-        sys.exit(cli.run())
-    out, err = capsys.readouterr()
-    assert caught.value.code == 2
-    assert out == ""
-    assert err.startswith("asynckv: ")
-    assert err.count("\n") == 1
-    return err
 
 
 @pytest.mark.parametrize(
@@ -105,29 +92,23 @@ def complaint(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         (["--remote", "ssh host", "--remote-host", "127.0.0.1", "--floor"], "leave out --remote"),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(
-    argv: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line_and_status_2(argv: list[str], says: str, tmp_path: Path, command: Command) -> None:
     none = str(tmp_path / "none")
-    said = complaint(["bench", *(x.replace("NONE", none) for x in argv)], monkeypatch, capsys)
+    said = command.complaint("bench", *(x.replace("NONE", none) for x in argv))
     assert says.replace("NONE", none) in said
 
 
-def test_a_trace_and_lengths_contradict_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_trace_and_lengths_contradict_each_other(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text('{"input_length": 5}\n')
-    argv = ["bench", "--trace", str(path), "--prompt-tokens", "64"]
-    assert "--prompt-tokens and --trace were both given" in complaint(argv, monkeypatch, capsys)
+    said = command.complaint("bench", "--trace", path, "--prompt-tokens", "64")
+    assert "--prompt-tokens and --trace were both given" in said
 
 
-def test_a_config_that_does_not_parse_names_the_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_config_that_does_not_parse_names_the_file(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "config.json"
     path.write_text("{")
-    assert f"--hf-config {path}: is not JSON" in complaint(["bench", "--hf-config", str(path)], monkeypatch, capsys)
+    assert f"--hf-config {path}: is not JSON" in command.complaint("bench", "--hf-config", path)
 
 
 def asynckv(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -277,9 +258,7 @@ def test_ctrl_c_while_the_workers_start_is_one_line_and_leaves_no_process(of: st
             assert mark not in path.read_bytes()
 
 
-def test_ctrl_c_while_the_report_is_written_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_while_the_report_is_written_is_one_line(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     async def run(*_: object) -> Measured:
         return Measured()
 
@@ -288,13 +267,9 @@ def test_ctrl_c_while_the_report_is_written_is_one_line(
 
     monkeypatch.setattr("asynckv.tools.bench.driver.run", run)
     monkeypatch.setattr("asynckv.tools.output.write", interrupted)
-    monkeypatch.setattr(sys, "argv", ["asynckv", *SMALL, "--json", "-"])
-    with pytest.raises(SystemExit) as ended:
-        sys.exit(cli.run())
-    assert (ended.value.code, capsys.readouterr()) == (130, ("", "asynckv: interrupted\n"))
+    assert command.run(*SMALL, "--json", "-") == (130, "", "asynckv: interrupted\n")
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("turns", range(5))
 async def test_a_cancellation_that_meets_an_answer_of_a_worker_is_not_lost(turns: int) -> None:
     processes = Processes({})

@@ -22,7 +22,8 @@ from asynckv.tools import cli, output
 from asynckv.tools.output import print_table
 from asynckv.tools.plan import layout_file
 from asynckv.tools.progress import Bar
-from scripts import command
+from scripts.command import script
+from tests.commands import Command
 
 HEADS = ("concurrency", "prefill-block-size", "GB/s", "decode CPU µs", "")
 ROWS = [("1", "16", "1,234.567", "1,234,567", ""), ("16", "32", "2.5", "9", "failed")]
@@ -61,50 +62,36 @@ def test_a_terminal_with_ascii_alone_shows_something_for_every_letter() -> None:
 
 
 @pytest.mark.parametrize("name", [[], ["bench"], ["bench", "sweep"], ["offload"], ["offload", "prune"], ["plan"]])
-def test_h_is_help(name: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["asynckv", *name, "-h"])
-    with pytest.raises(SystemExit) as caught:
-        sys.exit(cli.run())
-    assert caught.value.code == 0
-    assert "Usage: " in capsys.readouterr().out
+def test_h_is_help(name: list[str], command: Command) -> None:
+    status, out, _ = command.run(*name, "-h")
+    assert status == 0
+    assert "Usage: " in out
 
 
 def test_scripts_hear_h_as_well(capsys: pytest.CaptureFixture[str]) -> None:
     def work() -> None:
         """Do something."""
 
-    assert command.script(work, "")(["-h"]) == 0
+    assert script(work, "")(["-h"]) == 0
     assert "Do something." in capsys.readouterr().out
 
 
-def test_a_name_that_is_nearly_one_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["asynckv", "benhc"])
-    with pytest.raises(SystemExit) as caught:
-        sys.exit(cli.run())
-    assert caught.value.code == 2
-    assert "Did you mean 'bench'? See " in capsys.readouterr().err
+def test_a_name_that_is_nearly_one_is_told(command: Command) -> None:
+    assert "Did you mean 'bench'? See " in command.complaint("benhc")
 
 
-def test_the_version_names_what_it_stands_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["asynckv", "--version"])
-    with pytest.raises(SystemExit) as caught:
-        sys.exit(cli.run())
-    assert caught.value.code == 0
-    said = capsys.readouterr().out
+def test_the_version_names_what_it_stands_on(command: Command) -> None:
+    status, said, _ = command.run("--version")
+    assert status == 0
     assert said.startswith("asynckv ")
     assert all(f", {name} " in said for name in ("nixl", "torch", "pyzmq", "Python"))
 
 
 def test_what_the_system_says_of_a_file_names_the_file(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, command: Command, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cli, "app", lambda **_: (tmp_path / "none" / "x").read_text())
-    with pytest.raises(SystemExit) as caught:
-        sys.exit(cli.run())
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == f"asynckv: {tmp_path}/none/x: No such file or directory\n"
+    assert command.complaint() == f"asynckv: {tmp_path}/none/x: No such file or directory\n"
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80])
@@ -153,13 +140,10 @@ def broken_off(*_: object, **__: object) -> None:
     ],
 )
 def test_ctrl_c_is_one_line_at_every_stage(
-    where: object, name: str, what: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    where: object, name: str, what: Any, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(where, name, what)
-    monkeypatch.setattr(sys, "argv", ["asynckv", "plan", "one.json", "other.json"])
-    with pytest.raises(SystemExit) as caught:
-        sys.exit(cli.run())
-    assert (caught.value.code, capsys.readouterr()) == (130, ("", "asynckv: interrupted\n"))
+    assert command.run("plan", "one.json", "other.json") == (130, "", "asynckv: interrupted\n")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +219,7 @@ DATA = Path(__file__).parent / "data"
     ],
 )
 def test_json_on_stdout_is_alone(
-    argv: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: list[str], status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """Nothing but errors is written beside it: no text for people, no progress, and no warning of a library."""
     monkeypatch.chdir(tmp_path)
@@ -252,9 +236,6 @@ def test_json_on_stdout_is_alone(
 
     for module in ("plan.cli", "bench.cli", "bench.offload_cli", "diagnose.why_cli"):
         monkeypatch.setattr(f"asynckv.tools.{module}.write_json", warning)
-    monkeypatch.setattr(sys, "argv", ["asynckv", *argv, "--json", "-"])
-    with pytest.raises(SystemExit) as ended:
-        sys.exit(cli.run())
-    out, err = capsys.readouterr()
-    assert (ended.value.code, err) == (status, "")
+    code, out, err = command.run(*argv, "--json", "-")
+    assert (code, err) == (status, "")
     assert json.loads(out)["schema"].startswith("asynckv.")

@@ -11,8 +11,6 @@ from asynckv.edges.clock import LoopClock
 from asynckv.testing import ManualClock
 from tests.engines import until
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_a_timer_fires_once_and_not_before_its_time_and_one_that_was_cancelled_never() -> None:
     clock, fired = LoopClock(), list[tuple[str, float]]()
@@ -67,7 +65,6 @@ def test_without_a_loop_a_timer_in_the_past_waits_for_the_next_advance_and_time_
     assert seen == [10.0]
 
 
-@pytest.mark.anyio
 async def test_on_a_loop_a_timer_in_the_past_runs_in_the_next_turn_unless_it_is_cancelled() -> None:
     clock, seen = ManualClock(10.0), list[str]()
     clock.call_at(10.0, lambda: seen.append("due"))

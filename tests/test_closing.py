@@ -15,8 +15,6 @@ from tests.engines import BLOCKS, Bench, Side, until
 from tests.test_lifecycle import passing, reading, running
 from tests.test_races import spin
 
-pytestmark = pytest.mark.anyio
-
 
 def closing(side: Side, timeout_s: float | None = None) -> asyncio.Task[Any]:
     return asyncio.create_task(side.engine.aclose(timeout_s))

@@ -28,7 +28,7 @@ from tests.test_nixl_edge import HERE, TABLES, THERE, Meddler, contents, copied,
 from tests.test_posters import Gate, while_the_loop_stands
 from tests.test_staged_reads import EVEN, STAGED, placed, rows
 
-pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
+pytestmark = pytest.mark.nixl
 
 PATIENCE_S = 10.0
 INDICES = np.arange(2, dtype=np.int32), np.arange(2, dtype=np.int32)

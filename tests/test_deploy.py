@@ -34,6 +34,8 @@ from asynckv.tools.bench.processes import Child, Processes
 from asynckv.tools.proxy.limits import Limits
 from asynckv.version import VERSION
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 LEASE = LeaseConfig()
@@ -239,13 +241,11 @@ def deploy(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEPLOY, tmp_path / "deploy"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(str(x.relative_to(DEPLOY)) for pattern in CHECKS for x in DEPLOY.glob(pattern)))
 def test_a_file_is_what_its_reader_takes_and_lets_its_processes_end(deploy: Path, name: str) -> None:
     check(deploy, name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [
@@ -296,7 +296,6 @@ def test_a_mistake_in_a_file_is_noticed(deploy: Path, name: str, right: str, wro
 
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
-@pytest.mark.slow
 def test_kustomize_makes_manifests_that_fit_together(deploy: Path) -> None:
     for name in ("prefill", "decode"):
         write_pair(deploy / "kubernetes" / "keys", name, make_pair())
@@ -316,7 +315,6 @@ def test_kustomize_makes_manifests_that_fit_together(deploy: Path) -> None:
         assert all(each["image"].endswith(f":{VERSION}") for each in pod["spec"]["containers"])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(2 * START_S)
 def test_the_router_takes_what_it_is_given_and_imports_no_more_than_its_image_has(tmp_path: Path) -> None:
     stage = (DEPLOY / "Dockerfile").read_text().partition(" AS router\n")[2].partition("\nFROM ")[0]
@@ -385,8 +383,6 @@ class Composed:
         assert [pid for group in reversed(self._groups) for pid in await group.stop()] == []
 
 
-@pytest.mark.slow
-@pytest.mark.anyio
 @pytest.mark.timeout(2 * START_S)
 async def test_the_services_of_compose_answer_and_stop_in_time(tmp_path: Path) -> None:
     compose = Composed(tmp_path)

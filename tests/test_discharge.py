@@ -15,8 +15,6 @@ from tests.test_lifecycle import passing
 from tests.test_races import spin
 from tests.world import World, make_layout, opened
 
-pytestmark = pytest.mark.anyio
-
 STAGES = ["nothing", "announced", "greeted", "claimed", "parked"]
 """States that a request may have reached when it is discharged."""
 

@@ -24,8 +24,6 @@ from asynckv.tools.doctor.checks import examine
 from asynckv.tools.doctor.facts import Facts
 from tests.engines import memory
 
-pytestmark = pytest.mark.anyio
-
 
 class Keys:
     """Keys of two engines; each lists those that it is told to list."""

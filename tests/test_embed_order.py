@@ -31,7 +31,7 @@ from asynckv.embed import desk as embed_desk
 from asynckv.engine import driver as driver_module
 from asynckv.errors import NoOffer
 from asynckv.testing import SimControl, SimData, SimNetwork
-from tests.engines import Bench, Side, memory, news_of, until
+from tests.engines import Bench, Side, memory, news_of, turn_loop, until
 from tests.offloads import SIZE, chain, layout_of
 from tests.offloads import Rank as OffloadRank
 from tests.test_follows import TICKET, target_of
@@ -120,8 +120,7 @@ def test_a_pull_that_ends_by_a_bug_is_told_once_it_is_known_what_becomes_of_its_
             else:
                 decode.data.doubt(transfer)
                 await until(lambda: decode.engine.statistics().counters.get("pulls.read_failed"))
-                for _ in range(9):
-                    await asyncio.sleep(0)
+                await turn_loop(9)
                 assert not desk.has_news
                 if fate == "returned":
                     decode.data.finish(transfer)
@@ -331,7 +330,6 @@ async def followed(**options: Any) -> AsyncIterator[tuple[Side, Side, EngineDesk
         yield prefill, decode, desk, group.make_params("p", [(0, [1])], 16)
 
 
-@pytest.mark.anyio
 async def test_a_follow_that_was_cancelled_is_told_as_such_and_an_offer_that_crosses_it_as_late() -> None:
     async with followed() as (prefill, _, desk, params):
         lent = prefill.engine.lend(params, ticket=TICKET)
@@ -345,7 +343,6 @@ async def test_a_follow_that_was_cancelled_is_told_as_such_and_an_offer_that_cro
         assert desk.untaken == []
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("by_cancel", [True, False])
 async def test_a_follow_that_goes_on_releases_what_it_is_offered_and_that_is_told(by_cancel: bool) -> None:
     async with followed() as (prefill, _, desk, params):
@@ -362,7 +359,6 @@ async def test_a_follow_that_goes_on_releases_what_it_is_offered_and_that_is_tol
         assert (desk.has_news, desk.untaken) == (False, [])
 
 
-@pytest.mark.anyio
 async def test_a_second_follow_is_refused_and_the_first_goes_on() -> None:
     async with followed() as (prefill, _, desk, params):
         wrong: Any = 7
@@ -385,7 +381,6 @@ async def test_a_second_follow_is_refused_and_the_first_goes_on() -> None:
         assert (await news_of(desk)).offered == [Offer("d", params)]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("how", ["withdrawn", "suspended", "abandoned", "bug", "not begun"])
 async def test_a_follow_without_an_offer_is_told_once_however_it_ends(
     how: str, monkeypatch: pytest.MonkeyPatch
@@ -420,7 +415,6 @@ async def test_a_follow_without_an_offer_is_told_once_however_it_ends(
         assert len(desk.take_finished().not_offered) == (how == "not begun")
 
 
-@pytest.mark.anyio
 async def test_a_follow_that_goes_on_leaves_a_store_of_its_request_alone() -> None:
     rank = OffloadRank(layout_of(), timeout_s=2.0, held_s=60.0)
     async with rank.engine:

@@ -38,9 +38,7 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.observe.setup import configure_logging
 from asynckv.testing import SimControl, SimData
 from asynckv.testing.fabric import Fate
-from tests.engines import BLOCKS, Bench, memory, reading, until
-
-pytestmark = pytest.mark.anyio
+from tests.engines import BLOCKS, Bench, memory, reading, turn_loop, until
 
 
 async def test_a_request_from_params_to_release(bench: Bench) -> None:
@@ -157,8 +155,7 @@ async def test_cancel_at_every_turn_of_the_loop(sim: Bench, turns: int) -> None:
         decode.data.deferred = True
         params, _ = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [1])], params))
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await turn_loop(turns)
         task.cancel()
         for _ in range(20):
             await asyncio.sleep(0)
@@ -455,8 +452,7 @@ async def test_leases_of_a_closed_engine_end_for_callers_that_wait(sim: Bench) -
         lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
         prefill.engine._driver.core.prefill.revoke = lambda lease, now, by="": None  # type: ignore[method-assign]
         closing = asyncio.create_task(prefill.engine.aclose())
-        for _ in range(3):
-            await asyncio.sleep(0)
+        await turn_loop(3)
         sim.clock.advance(20)
         await closing
         with anyio.fail_after(5):
@@ -505,8 +501,7 @@ async def test_lost_and_repeated_packets_change_nothing(sim: Bench) -> None:
             params, lent = prefill.lent(group, f"r{i}", [i], written=True)
             task = asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [i + 8])], params))
             for _ in range(200):
-                for _ in range(5):
-                    await asyncio.sleep(0)
+                await turn_loop(5)
                 if task.done() and lent.is_over:
                     break
                 sim.clock.advance(0.05)
@@ -576,8 +571,7 @@ async def test_failures_are_logged_with_their_history(sim: Bench) -> None:
             await decode.engine.pull("d-good", [(0, [1])], good)
             bad = group.make_params("bad", [(0, [2])], 16, written=True)
             task = asyncio.create_task(decode.engine.pull("d-bad", [(0, [2])], bad))
-            for _ in range(20):
-                await asyncio.sleep(0)
+            await turn_loop(20)
             sim.clock.advance(2.1)
             with pytest.raises(PullTimeout):
                 await task
@@ -626,8 +620,7 @@ async def test_an_application_without_structlog_hears_only_warnings(
     with caplog.at_level(logging.WARNING, logger="asynckv"):
         async with sim.pair() as (prefill, _, group):
             lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
-            for _ in range(3):
-                await asyncio.sleep(0)
+            await turn_loop(3)
             sim.clock.advance(31)
             await lent.wait_released()
     *held, record = caplog.records

@@ -33,12 +33,10 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
-from tests.engines import Bench, memory, reading, until
+from tests.engines import Bench, memory, reading, turn_loop, until
 from tests.offloads import Rank, layout_of
 from tests.test_log_evidence import drops
 from tests.world import World, make_layout, reason
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_a_pull_from_an_address_that_may_not_be_talked_to_fails_at_once(
@@ -62,8 +60,7 @@ async def test_a_caller_that_cancels_again_waits_all_the_same_while_its_blocks_m
         _, task, data = await reading(prefill, decode, group)
         for _ in range(3):
             task.cancel()
-            for _ in range(9):
-                await asyncio.sleep(0)
+            await turn_loop(9)
             assert not task.done()
         data.finish()
         with pytest.raises(asyncio.CancelledError):
@@ -90,8 +87,7 @@ async def test_returned_waits_for_the_blocks_of_a_cancelled_read(sim: Bench) -> 
         with pytest.raises(PullError):
             await task
         returned = asyncio.create_task(decode.engine.returned("d"))
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await turn_loop(10)
         assert not returned.done()
         data.finish()
         with anyio.fail_after(5):
@@ -255,8 +251,7 @@ async def test_a_reader_engine_that_only_announces_makes_room_for_another() -> N
         async def let_pass(seconds: float) -> None:
             for _ in range(int(seconds * 10)):
                 bench.clock.advance(0.1)
-                for _ in range(10):
-                    await asyncio.sleep(0)
+                await turn_loop(10)
 
         await let_pass(3.0)
         assert prefill.engine.reclaim(6) == 1

@@ -90,7 +90,6 @@ def test_what_simulated_services_log_is_documented(level: str) -> None:
     assert ("pull_transition" in seen) is (level == "debug")
 
 
-@pytest.mark.anyio
 @pytest.mark.nixl
 @pytest.mark.slow
 async def test_what_real_engines_log_is_documented(tmp_path: Path) -> None:

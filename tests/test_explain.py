@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from asynckv.errors import ConfigError
 from asynckv.geometry.check import check_layout
 from asynckv.geometry.layout import Group, Layout, Memory, TokenShard, View, dense_part
 from asynckv.geometry.match import predicted
-from asynckv.tools import cli
 from asynckv.tools.plan import bound
 from asynckv.tools.plan.explain import explain, show
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import PRESETS, Heads, Latent, Model
+from tests.commands import Command
 
 
 def ranks(model: str | Model, tp: int, pp: int = 1, **sizes: Any) -> list[Layout]:
@@ -255,58 +254,39 @@ def test_what_no_rank_holds_is_a_problem() -> None:
     assert any("only prefill has the layers layers.3" in p for p in fewer["problems"])
 
 
-def run(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["asynckv", *argv])
-    try:
-        sys.exit(cli.run())
-        status = 0
-    except SystemExit as exc:
-        status = int(exc.code or 0)
-    out, err = capsys.readouterr()
-    return status, out, err
-
-
-def layouts(path: Path, monkeypatch: pytest.MonkeyPatch, *argv: str) -> str:
-    monkeypatch.setattr(sys, "argv", ["asynckv", "layout", "--layers", "4", *argv, "-o", str(path)])
-    with pytest.raises(SystemExit) as ended:
-        sys.exit(cli.run())
-    assert ended.value.code == 0
+def layouts(path: Path, command: Command, *argv: str) -> str:
+    assert command.run("layout", "--layers", "4", *argv, "-o", path) == (0, "", "")
     return str(path)
 
 
-def test_the_command_line_from_model_to_plan(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    decode = layouts(tmp_path / "decode.json", monkeypatch, "--tp", "2")
-    prefill = layouts(tmp_path / "prefill.json", monkeypatch, "--tp", "4", "--order", "hnd")
-    assert capsys.readouterr() == ("", "")
-    status, out, err = run(["plan", prefill, decode, "--json", "-"], monkeypatch, capsys)
+def test_the_command_line_from_model_to_plan(tmp_path: Path, command: Command) -> None:
+    decode = layouts(tmp_path / "decode.json", command, "--tp", "2")
+    prefill = layouts(tmp_path / "prefill.json", command, "--tp", "4", "--order", "hnd")
+    status, out, err = command.run("plan", prefill, decode, "--json", "-")
     assert (status, err) == (0, "")
     report = json.loads(out)
     assert (report["plannable"], report["remote"]["tp_size"], report["local"]["tp_size"]) == (True, 4, 2)
-    status, out, err = run(["plan", prefill, decode], monkeypatch, capsys)
+    status, out, err = command.run("plan", prefill, decode)
     assert (status, err) == (0, "")
     assert "Releases: a prefill" in out
-    other = layouts(tmp_path / "other.json", monkeypatch, "--head-dim", "64")
-    status, out, err = run(["plan", other, decode], monkeypatch, capsys)
+    other = layouts(tmp_path / "other.json", command, "--head-dim", "64")
+    status, out, err = command.run("plan", other, decode)
     assert status == 1
     assert "Refused" in out
 
 
-def test_layout_files_in_the_wrong_order_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    prefill, decode = (layouts(tmp_path / role, monkeypatch, "--role", role) for role in ("prefill", "decode"))
-    old = layouts(tmp_path / "old", monkeypatch)
+def test_layout_files_in_the_wrong_order_are_refused(tmp_path: Path, command: Command) -> None:
+    prefill, decode = (layouts(tmp_path / role, command, "--role", role) for role in ("prefill", "decode"))
+    old = layouts(tmp_path / "old", command)
     for first, second in ((prefill, decode), (old, decode), (prefill, old), (old, old)):
-        assert run(["plan", first, second], monkeypatch, capsys)[0] == 0
+        assert command.run("plan", first, second)[0] == 0
     for first, second, wrong, role, other in (
         (decode, prefill, decode, "decode", "prefill"),
         (decode, old, decode, "decode", "prefill"),
         (old, prefill, prefill, "prefill", "decode"),
         (prefill, prefill, prefill, "prefill", "decode"),
     ):
-        status, out, err = run(["plan", first, second], monkeypatch, capsys)
+        status, out, err = command.run("plan", first, second)
         assert (status, out) == (2, "")
         assert err == (
             f"asynckv: {wrong}: these are ranks of a {role} engine, in the place of the {other} engine; the order is "
@@ -390,14 +370,10 @@ MLA = ("--model", "deepseek-v3", "--tp", "8")
         (["plan", "a"], "Missing argument 'decode'; see "),
     ],
 )
-def test_bad_input_is_one_line_and_status_2(
-    argv: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line_and_status_2(argv: list[str], says: str, tmp_path: Path, command: Command) -> None:
     none = str(tmp_path / "none")
-    status, out, err = run([x.replace("NONE", none) for x in argv], monkeypatch, capsys)
-    assert (status, out) == (2, "")
-    assert says.replace("NONE", none) in err
-    assert err.count("\n") == 1
+    said = command.complaint(*(x.replace("NONE", none) for x in argv))
+    assert says.replace("NONE", none) in said
 
 
 def test_layers_under_one_name_or_the_other_are_the_same() -> None:

@@ -17,7 +17,7 @@ from asynckv.tools.bench.memory import Lists, Pool
 from asynckv.tools.plan.layouts import model_groups, model_layout
 from asynckv.tools.plan.models import Heads, Index, Latent, Model, Projection, State
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
+pytestmark = pytest.mark.nixl
 
 MAMBA1 = State((Projection("x", 24, 1),), 3, 24, (4,))
 MAMBA2 = State((Projection("x", 12, 4), Projection("b", 1, 8), Projection("c", 1, 8)), 3, 12, (4, 8), "float32")

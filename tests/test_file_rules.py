@@ -32,8 +32,6 @@ from tests.test_file_tier import COUNT, DONE, PAGE, READ, SIZE, WRITE, Make, mak
 __all__ = ["make"]
 """A fixture of theirs."""
 
-pytestmark = pytest.mark.anyio
-
 
 @pytest.fixture
 def anyio_backend() -> str:

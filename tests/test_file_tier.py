@@ -49,8 +49,6 @@ from tests.killed import EVERY, unsound
 from tests.lab import plain_files
 from tests.lab.plain_files import PlainFiles
 
-pytestmark = pytest.mark.anyio
-
 PATIENCE_S = 10.0
 PAGE = 4096
 SIZE = 3 * PAGE

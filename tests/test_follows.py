@@ -333,7 +333,6 @@ async def following_of(prefill: Side, decode: Side, group: PrefillRanks) -> asyn
     return task
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("real", [False, True])
 async def test_an_engine_follows_and_pulls_what_it_is_offered(real: bool) -> None:
     async with Bench(real).pair() as (prefill, decode, group):
@@ -345,7 +344,6 @@ async def test_an_engine_follows_and_pulls_what_it_is_offered(real: bool) -> Non
         assert decode.blocks([6]) == prefill.blocks([1])
 
 
-@pytest.mark.anyio
 async def test_an_engine_is_told_that_a_ticket_was_withdrawn() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         task = await following_of(prefill, decode, group)
@@ -356,7 +354,6 @@ async def test_an_engine_is_told_that_a_ticket_was_withdrawn() -> None:
         assert TICKET not in str(raised.value)
 
 
-@pytest.mark.anyio
 async def test_a_task_that_is_cancelled_and_an_engine_that_is_closed_follow_no_more() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         task = await following_of(prefill, decode, group)
@@ -419,7 +416,6 @@ def test_no_message_shows_a_ticket() -> None:
     assert not any(secret in shown for secret in (TICKET, params.key.token))
 
 
-@pytest.mark.anyio
 async def test_an_offer_that_its_caller_does_not_hear_of_is_released() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         task = await following_of(prefill, decode, group)

@@ -158,7 +158,6 @@ def test_counts_tell_what_became_of_followings() -> None:
 # -- engines, their logs, and what `why` says ---------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("meanwhile", "heading", "code"),
     [
@@ -194,7 +193,6 @@ async def test_a_log_shows_why_nothing_was_offered(meanwhile: str, heading: str,
     ]
 
 
-@pytest.mark.anyio
 async def test_why_names_a_request_that_waits_for_an_offer_and_for_which_rank_and_since_when() -> None:
     async with pair() as (prefill, decode, _):
         follow = asyncio.create_task(decode.follow("d", target_of(prefill)))
@@ -212,7 +210,6 @@ async def test_why_names_a_request_that_waits_for_an_offer_and_for_which_rank_an
             await follow
 
 
-@pytest.mark.anyio
 async def test_metrics_show_followings_and_offers_and_no_ticket() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         follow = await following_of(prefill, decode, group)

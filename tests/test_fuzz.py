@@ -317,7 +317,6 @@ def test_a_decoder_returns_a_value_or_its_one_error(
     assert min(counts["values"], counts["refused"]) > 0  # the mutations are neither harmless nor noise
 
 
-@pytest.mark.anyio
 async def test_a_plane_says_nothing_to_any_mutation_of_an_address(tmp_path: Path) -> None:
     secret, _ = write_pair(tmp_path, "a", PAIR)
     plane, rng = ZmqPlane("tcp://127.0.0.1:0", keys=KeysConfig(secret=secret, authorized=tmp_path)), random.Random(2)

@@ -39,7 +39,6 @@ class ThreadEvent:
         self._done.wait(10)
 
 
-@pytest.mark.anyio
 async def test_waiting_for_an_event_leaves_the_loop_free() -> None:
     first, second = ThreadEvent(True), ThreadEvent(False)
     waiting = asyncio.create_task(synchronize(first, second))
@@ -52,7 +51,6 @@ async def test_waiting_for_an_event_leaves_the_loop_free() -> None:
     assert (first.waits, second.waits) == (0, 1)
 
 
-@pytest.mark.anyio
 async def test_whoever_waits_for_an_event_may_be_cancelled() -> None:
     event = ThreadEvent(False)
     with pytest.raises(TimeoutError):

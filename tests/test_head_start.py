@@ -109,6 +109,12 @@ class Service:
         assert all(rank.core.is_idle for rank in self.decode)
 
 
+def served(**options: Any) -> tuple[Service, World, Rank, Rank]:
+    """Return a service with a rank of each side, its world and both ranks."""
+    service = Service(**options)
+    return service, service.world, service.prefill[0], service.decode[0]
+
+
 def sent(world: World, kind: type) -> list[Any]:
     return [m for letter in world.letters for m in decode_packet(letter.data).messages if type(m) is kind]
 
@@ -139,8 +145,7 @@ def test_the_last_pull_reads_only_what_pieces_did_not_bring(prefill_size: int, d
 
 
 def test_a_piece_is_claimed_only_after_its_read_and_is_never_released() -> None:
-    service = Service()
-    world, (decode,) = service.world, service.decode
+    service, world, _, decode = served()
     service.early(1)
     assert decode.reads
     assert sent(world, Claim) == []
@@ -157,8 +162,7 @@ def test_a_piece_is_claimed_only_after_its_read_and_is_never_released() -> None:
 
 
 def test_a_piece_is_offered_once_and_then_only_the_loan_until_there_are_blocks() -> None:
-    service = Service()
-    (prefill,), (decode,) = service.prefill, service.decode
+    service, _, prefill, decode = served()
     service.piece(0, 1)
     service.world.run(5.0)
     assert counters(prefill) == {"pieces.lent": 1, "pieces.offered": 1}
@@ -170,8 +174,7 @@ def test_a_piece_is_offered_once_and_then_only_the_loan_until_there_are_blocks()
 
 
 def test_a_follower_without_have_is_offered_the_loan_alone() -> None:
-    service = Service()
-    (prefill,), (decode,) = service.prefill, service.decode
+    service, _, prefill, decode = served()
     plain = service.world.follow(service.world.add("other", make_layout(base=1 << 42), seed=3), "d", [prefill], TICKET)
     service.piece(0, 2)
     service.world.run()
@@ -182,8 +185,7 @@ def test_a_follower_without_have_is_offered_the_loan_alone() -> None:
 
 
 def test_pieces_are_offered_to_one_cohort() -> None:
-    service = Service()
-    (prefill,) = service.prefill
+    service, _, prefill, _ = served()
     second = service.world.add("second", make_layout(base=1 << 42), seed=3, engine_id="another")
     follow = service.follow(second)
     service.world.run()
@@ -195,8 +197,7 @@ def test_pieces_are_offered_to_one_cohort() -> None:
 
 
 def test_a_piece_that_was_taken_back_while_it_was_read_counts_for_nothing_and_the_next_is_read_anew() -> None:
-    service = Service()
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served()
     service.early(2)
     prefill.core.prefill.offers.end_pieces(TICKET)
     for block in THERE[:2]:
@@ -228,8 +229,7 @@ def test_what_came_before_a_preemption_is_kept_and_a_piece_begins_behind_it() ->
 
 
 def test_the_last_pull_begins_once_nothing_of_a_piece_can_write_any_more() -> None:
-    service = Service()
-    world, (decode,) = service.world, service.decode
+    service, world, _, decode = served()
     service.early(2)
     (read,) = decode.reads
     params, _ = service.lend()
@@ -244,8 +244,7 @@ def test_the_last_pull_begins_once_nothing_of_a_piece_can_write_any_more() -> No
 
 
 def test_a_piece_that_hangs_fails_the_pull_at_its_deadline_and_the_loan_is_released() -> None:
-    service = Service()
-    world, (decode,) = service.world, service.decode
+    service, world, _, decode = served()
     service.early(2)
     params, (lease,) = service.lend()
     service.pull(params, 5.0)
@@ -265,8 +264,7 @@ def test_a_piece_that_hangs_fails_the_pull_at_its_deadline_and_the_loan_is_relea
 
 @pytest.mark.parametrize("is_read", [False, True])
 def test_a_head_start_that_is_cancelled_ends_once_and_gives_its_blocks_back(is_read: bool) -> None:
-    service = Service()
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served()
     service.early(2)
     if is_read:
         world.run()
@@ -281,8 +279,7 @@ def test_a_head_start_that_is_cancelled_ends_once_and_gives_its_blocks_back(is_r
 
 
 def test_a_head_start_whose_loan_is_known_releases_it_when_it_is_cancelled() -> None:
-    service = Service()
-    world, (decode,) = service.world, service.decode
+    service, world, _, decode = served()
     service.early(2)
     world.run()
     params, (lease,) = service.lend()
@@ -297,8 +294,7 @@ def test_a_head_start_whose_loan_is_known_releases_it_when_it_is_cancelled() -> 
 
 @pytest.mark.parametrize("way", ["release", "revoke", "withdraw", "withdraw_ticket", "close"])
 def test_pieces_end_with_their_loan_or_ticket_in_the_same_call(way: str) -> None:
-    service = Service()
-    world, (prefill,) = service.world, service.prefill
+    service, world, prefill, _ = served()
     core, offers = prefill.core, prefill.core.prefill.offers
     service.piece(0, 2)
     assert offers.pieces
@@ -323,8 +319,7 @@ def test_pieces_end_with_their_loan_or_ticket_in_the_same_call(way: str) -> None
 
 def test_no_piece_is_lent_under_a_ticket_that_has_ended_or_is_lent() -> None:
     for is_lent in (True, False):
-        service = Service()
-        (prefill,) = service.prefill
+        service, _, prefill, _ = served()
         if is_lent:
             service.lend()
         else:
@@ -350,11 +345,9 @@ def test_a_claim_that_comes_before_its_piece_waits_for_it() -> None:
 
 
 def test_a_difference_at_a_second_look_ends_the_request() -> None:
-    service = Service(pull=PullConfig(second_look=1.0))
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served(pull=PullConfig(second_look=1.0))
     service.early(2)
-    for transfer_id in list(decode.reads):
-        world.complete(decode, transfer_id)
+    world.complete_reads(decode)
     prefill.buffers.overwrite(THERE[0], 0xDD)
     world.run(0.1)
     (request,) = service.requests
@@ -371,8 +364,7 @@ def test_a_difference_at_a_second_look_ends_the_request() -> None:
 
 
 def test_a_pull_with_other_blocks_is_refused_and_changes_nothing() -> None:
-    service = Service()
-    world, (decode,) = service.world, service.decode
+    service, world, _, decode = served()
     service.early(2)
     world.run()
     params, _ = service.lend()
@@ -384,8 +376,7 @@ def test_a_pull_with_other_blocks_is_refused_and_changes_nothing() -> None:
 
 
 def test_nothing_else_fills_or_lends_the_blocks_of_a_head_start_between_its_pieces() -> None:
-    service = Service()
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served()
     service.early(1)
     world.run()
     assert not decode.reads
@@ -410,8 +401,7 @@ def reason_of(service: Service) -> Reason | None:
 
 
 def test_a_piece_of_another_prompt_is_not_read_and_the_whole_is() -> None:
-    service = Service()
-    world, (decode,) = service.world, service.decode
+    service, world, _, decode = served()
     piece = service.piece(0, 1, hashes=["x"], hash_tokens=BLOCK)
     world.run()
     service.start(piece, hashes=["y", "y"])
@@ -435,8 +425,7 @@ def test_an_offer_behind_a_gap_is_not_read() -> None:
 
 
 def test_a_piece_is_no_request_on_either_side() -> None:
-    service = Service()
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served()
     service.early(2)
     assert prefill.inspect.requests(0.0) == ()
     assert prefill.inspect.holds(0.0) == ()
@@ -453,8 +442,7 @@ def test_a_rank_makes_progress_for_readers_until_all_of_them_have_the_newest_pie
     service.early(2)
     for rank in (first, second):
         assert prefill.core.prefill.offers.unread
-        for transfer_id in list(rank.reads):
-            world.complete(rank, transfer_id)
+        world.complete_reads(rank)
         world.deliver_all()
     assert not prefill.core.prefill.offers.unread
 
@@ -544,7 +532,6 @@ async def beginning(prefill: Side, decode: Side, group: PrefillRanks) -> asyncio
     return follow
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("real", [False, True])
 async def test_an_engine_reads_ahead_and_then_the_rest(real: bool) -> None:
     async with Bench(real).pair() as (prefill, decode, group):
@@ -560,7 +547,6 @@ async def test_an_engine_reads_ahead_and_then_the_rest(real: bool) -> None:
         assert (counters["pieces.complete"], counters["pulls.complete"]) == (1, 1)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("how", ["cancel", "withdrawn", "close"])
 async def test_an_engine_gives_the_blocks_back_when_what_it_follows_ends(how: str) -> None:
     async with Bench(False).pair() as (prefill, decode, group):
@@ -579,7 +565,6 @@ async def test_an_engine_gives_the_blocks_back_when_what_it_follows_ends(how: st
             await until(lambda: not decode.engine.holds())
 
 
-@pytest.mark.anyio
 async def test_an_offer_that_its_caller_does_not_hear_of_is_released_also_with_a_head_start() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         follow = await beginning(prefill, decode, group)
@@ -591,7 +576,6 @@ async def test_an_offer_that_its_caller_does_not_hear_of_is_released_also_with_a
         assert (await lent.wait_released()).cause == "released"
 
 
-@pytest.mark.anyio
 async def test_a_loan_that_is_refused_ends_its_pieces() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         follow = await beginning(prefill, decode, group)
@@ -605,7 +589,6 @@ async def test_a_loan_that_is_refused_ends_its_pieces() -> None:
             await follow
 
 
-@pytest.mark.anyio
 async def test_a_piece_is_written_and_may_be_taken_back_or_is_refused() -> None:
     async with Bench(False).pair() as (prefill, _, group):
         for flags in list[dict[str, Any]](({"written": True}, {"recall": True}, {})):

@@ -17,9 +17,9 @@ from asynckv.core.wire import Follow, Offered, Unfollow, decode_packet, encode_o
 from asynckv.embed import EngineDesk, Finished, Lend, Offer, PrefillLedger, Pull, Refused, StartEarly
 from asynckv.embed import Follow as FollowOrder
 from asynckv.testing import SimData
-from tests.engines import Bench, until
+from tests.engines import Bench, turn_loop, until
 from tests.test_follows import OTHER, TICKET, target_of
-from tests.test_head_start import HERE, THERE, Service, counters, head
+from tests.test_head_start import HERE, THERE, Service, counters, head, served
 from tests.world import BLOCK, World, make_layout, ranks_of
 
 # -- wrong bytes, and blocks that are given back too early -----------------------------------------------------------
@@ -27,8 +27,7 @@ from tests.world import BLOCK, World, make_layout, ranks_of
 
 def test_pieces_of_a_second_request_under_a_ticket_do_not_outlive_its_loan() -> None:
     """A router gives one ticket to two requests; the second one's loan is not known by the ticket."""
-    service = Service()
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served()
     others = [8, 9, 10, 11]
     piece = world.params([prefill], "y/2", others[:2], 2 * BLOCK, written=True, recall=True)
     prefill.core.lend(piece, 1, world.time(prefill), TICKET, is_piece=True)
@@ -45,7 +44,6 @@ def test_pieces_of_a_second_request_under_a_ticket_do_not_outlive_its_loan() -> 
     service.ended_well()
 
 
-@pytest.mark.anyio
 async def test_a_cancelled_pull_waits_until_the_piece_under_way_has_its_outcome() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         data = decode.data
@@ -57,8 +55,7 @@ async def test_a_cancelled_pull_waits_until_the_piece_under_way_has_its_outcome(
         pull = asyncio.create_task(decode.engine.pull("d", [(0, list(HERE))], params))
         await until(lambda: any(x.state is RequestState.PAUSING for x in decode.engine._driver.core.requests))
         pull.cancel()
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turn_loop(20)
         was_done = pull.done()
         data.finish()
         with pytest.raises(asyncio.CancelledError):
@@ -92,7 +89,6 @@ def test_a_piece_without_hashes_is_not_trusted_where_the_loan_has_some() -> None
     assert it.rest(it.blocks, 4 * BLOCK, loan)[0][0] == 0
 
 
-@pytest.mark.anyio
 async def test_a_loan_that_its_desk_refuses_ends_its_pieces() -> None:
     async with Bench(False).pair() as (prefill, _, group):
         desk = EngineDesk(prefill.engine)
@@ -109,7 +105,6 @@ async def test_a_loan_that_its_desk_refuses_ends_its_pieces() -> None:
 # -- leaks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_a_follow_that_is_cancelled_just_before_it_hears_of_a_piece_leaves_nothing() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))]))
@@ -128,8 +123,7 @@ async def test_a_follow_that_is_cancelled_just_before_it_hears_of_a_piece_leaves
         )
         with pytest.raises(asyncio.CancelledError):
             await follow
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turn_loop(20)
         left = dict(decode.engine._driver.core.decode.between)
         decode.engine.cancel("d")
         assert left == {}
@@ -162,8 +156,7 @@ def test_a_prefill_ledger_forgets_that_a_ticket_was_followed() -> None:
 
 def test_a_rank_that_meets_its_prefill_rank_late_takes_the_offer_that_it_has_asked_for() -> None:
     """A piece was offered to another rank, and this one cannot read it. So it asks while it still meets its rank."""
-    service = Service()
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served()
     world.cancel(decode, "d")
     world.run()
     late = world.add("late", decode.buffers.layout, seed=5, engine_id="decode")
@@ -179,8 +172,7 @@ def test_a_rank_that_meets_its_prefill_rank_late_takes_the_offer_that_it_has_ask
 
 
 def test_a_head_start_that_was_cancelled_ends_no_later_follow_of_the_same_name() -> None:
-    service = Service()
-    world, (decode,) = service.world, service.decode
+    service, world, _, decode = served()
     service.early(2)
     world.cancel(decode, "d")
     assert decode.reads, "it drains"
@@ -226,8 +218,7 @@ def test_a_pull_that_is_too_late_behind_a_piece_is_too_late_and_not_cancelled() 
 
 
 def test_a_pull_that_waits_for_a_piece_that_has_not_begun_is_not_overtaken() -> None:
-    service = Service(pull=PullConfig(window_requests=1, total_requests=1))
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served(pull=PullConfig(window_requests=1, total_requests=1))
     busy, _ = world.lent(prefill, "busy", [8])
     first = world.pull(decode, "busy", [8], busy)
     world.deliver_all()
@@ -242,15 +233,13 @@ def test_a_pull_that_waits_for_a_piece_that_has_not_begun_is_not_overtaken() -> 
     after = world.pull(decode, "later", [9], later)
     world.deliver_all()
     while not first.is_over:
-        for transfer_id in list(decode.reads):
-            world.complete(decode, transfer_id)
+        world.complete_reads(decode)
         world.deliver_all()
     assert not after.num_posted, "it came last, and has the same priority"
 
 
 def test_a_pull_that_was_taken_before_a_drain_is_carried_out() -> None:
-    service = Service()
-    (decode,) = service.decode
+    service, _, _, decode = served()
     service.early(2)
     params, _ = service.lend()
     service.pull(params)
@@ -260,8 +249,7 @@ def test_a_pull_that_was_taken_before_a_drain_is_carried_out() -> None:
 
 def test_a_piece_without_any_block_is_refused_or_offered_to_nobody() -> None:
     """As that of a model whose groups are all states or windows."""
-    service = Service()
-    world, (prefill,) = service.world, service.prefill
+    service, world, prefill, _ = served()
     assert service.ranks is not None
     empty = service.ranks.make_params("p/1", [(0, [])], BLOCK, written=True, recall=True)
     try:
@@ -298,7 +286,6 @@ def test_a_prefill_ledger_lends_pieces_of_a_request_with_a_long_id() -> None:
 # -- growth, and what others pay -------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_a_follower_that_repeats_itself_adds_nothing_to_the_news() -> None:
     async with Bench(False).pair() as (prefill, _, _):
         desk = EngineDesk(prefill.engine)
@@ -311,8 +298,7 @@ async def test_a_follower_that_repeats_itself_adds_nothing_to_the_news() -> None
 
 
 def test_a_piece_is_offered_to_few_followers_at_once() -> None:
-    service = Service()
-    (prefill,) = service.prefill
+    service, _, prefill, _ = served()
     offers = prefill.core.prefill.offers
     for number in range(4 * AT_ONCE):
         offers.follow(Follow(OTHER, number, Cohort("c"), 0), ReplyTo(b"x"), f"s{number}", 0.0, "", "")
@@ -322,8 +308,7 @@ def test_a_piece_is_offered_to_few_followers_at_once() -> None:
 
 
 def test_a_grant_of_a_request_without_a_ticket_looks_at_no_piece() -> None:
-    service = Service()
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served()
     service.piece(0, 1)
     prefill.core.prefill.offers.piece_granted = pytest.fail  # type: ignore[method-assign, assignment]
     params, _ = world.lent(prefill, "plain", [8])
@@ -333,8 +318,7 @@ def test_a_grant_of_a_request_without_a_ticket_looks_at_no_piece() -> None:
 
 
 def test_a_piece_that_waits_refuses_no_pull() -> None:
-    service = Service(pull=PullConfig(window_requests=1, total_requests=1, max_queued=1))
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served(pull=PullConfig(window_requests=1, total_requests=1, max_queued=1))
     busy, _ = world.lent(prefill, "busy", [8])
     world.pull(decode, "busy", [8], busy)
     world.deliver_all()
@@ -349,8 +333,7 @@ def test_a_piece_that_waits_refuses_no_pull() -> None:
 
 
 def test_a_first_piece_of_what_is_cached_is_followed_by_the_next() -> None:
-    service = Service()
-    world, (decode,) = service.world, service.decode
+    service, world, _, decode = served()
     piece = service.piece(0, 1)
     world.run()
     wanted = PullRequest("d", [(BLOCK, list(HERE[1:]))], piece)
@@ -374,8 +357,7 @@ def test_a_prefill_ledger_knows_of_followers_that_came_before_their_request() ->
 
 def test_what_pieces_brought_is_not_taken_for_a_later_request_of_the_same_name() -> None:
     """Its caller pulled nothing after the offer, and uses the name and the blocks again."""
-    service = Service()
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served()
     service.early(2)
     world.run()
     service.lend()
@@ -392,7 +374,6 @@ def test_what_pieces_brought_is_not_taken_for_a_later_request_of_the_same_name()
     assert [decode.buffers.block(b) for b in HERE] == lent
 
 
-@pytest.mark.anyio
 async def test_a_difference_in_a_piece_fails_the_request_also_after_its_offer() -> None:
     bench = Bench(False)
     async with bench.pair(pull=PullConfig(second_look=1.0)) as (prefill, decode, group):
@@ -416,11 +397,9 @@ async def test_a_difference_in_a_piece_fails_the_request_also_after_its_offer() 
 
 
 def test_a_head_start_that_differs_releases_its_loan_when_it_is_cancelled() -> None:
-    service = Service(pull=PullConfig(second_look=1.0))
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served(pull=PullConfig(second_look=1.0))
     service.early(2)
-    for transfer_id in list(decode.reads):
-        world.complete(decode, transfer_id)
+    world.complete_reads(decode)
     params, (lease,) = service.lend()
     world.deliver_all()
     prefill.buffers.overwrite(THERE[0], 0xDD)
@@ -442,8 +421,7 @@ def test_a_piece_that_waits_for_long_makes_no_warning() -> None:
 
 
 def test_a_prefill_rank_that_offers_what_is_of_no_use_is_not_asked_without_end() -> None:
-    service = Service()
-    world, (decode,) = service.world, service.decode
+    service, world, _, decode = served()
     service.early(1)
     world.run()
     (following,) = service.follows
@@ -485,8 +463,7 @@ def test_a_rank_that_needs_nothing_of_a_piece_asks_for_the_next() -> None:
 
 
 def test_a_piece_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    service = Service()
-    (prefill,) = service.prefill
+    service, _, prefill, _ = served()
     offers, encoded = prefill.core.prefill.offers, list[KVTransferParams]()
 
     def encode(params: KVTransferParams) -> msgspec.Raw:
@@ -500,7 +477,6 @@ def test_a_piece_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(encoded) == 1, "as a loan is; params of a long prompt take a millisecond"
 
 
-@pytest.mark.anyio
 async def test_a_pull_that_does_not_say_that_it_goes_on_leaves_no_flight() -> None:
     """When the desk is closed, such a flight is reported as failed and retired, though its request is complete."""
     async with Bench(False).pair() as (prefill, decode, group):
@@ -523,11 +499,9 @@ async def test_a_pull_that_does_not_say_that_it_goes_on_leaves_no_flight() -> No
 
 
 def test_a_difference_is_not_forgotten_when_a_later_piece_is_read_well() -> None:
-    service = Service(pull=PullConfig(second_look=1.0))
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served(pull=PullConfig(second_look=1.0))
     service.early(1)
-    for transfer_id in list(decode.reads):
-        world.complete(decode, transfer_id)
+    world.complete_reads(decode)
     prefill.buffers.overwrite(THERE[0], 0xDD)
     (following,) = service.follows
     nonce = following.nonces[-1]  # of a follow that the prefill rank has answered before it hears of another one
@@ -563,7 +537,6 @@ def test_a_rank_whose_follow_has_ended_pulls_what_another_rank_was_offered() -> 
     service.ended_well()
 
 
-@pytest.mark.anyio
 async def test_followers_of_tickets_without_end_add_a_bounded_number_of_news() -> None:
     async with Bench(False).pair() as (prefill, _, _):
         desk = EngineDesk(prefill.engine)

@@ -43,9 +43,6 @@ from asynckv.scheduler import PrefillRanks
 from tests.engines import Bench, until
 from tests.world import BLOCK, NUM_BLOCKS, begin, make_layout, opened
 
-pytestmark = pytest.mark.anyio
-
-
 # -- the list ----------------------------------------------------------------------------------------
 
 
@@ -103,8 +100,7 @@ def test_a_pull_says_how_far_it_is_with_every_rank() -> None:
     assert state() == ("connecting", "connecting", 0)
     world.deliver_all()
     assert state() == ("reading", "not_lent", 0)
-    for transfer_id in list(decode.reads):
-        world.complete(decode, transfer_id)
+    world.complete_reads(decode)
     state_then, rank_then, landed = state()
     assert (state_then, rank_then, landed > 0) == ("confirming", "not_lent", True)
     (request,) = decode.inspect.requests(world.time(decode))
@@ -239,8 +235,7 @@ def test_an_unacknowledged_release_is_said_as_long_as_it_is_repeated() -> None:
         if decode.reads:
             break
     del world.ranks[prefill.name]
-    for transfer_id in list(decode.reads):
-        world.complete(decode, transfer_id)
+    world.complete_reads(decode)
     assert pull.reason is Reason.COMPLETE
     world.advance(60.0)
     assert [(s.state, s.number, round(t - decode.epoch)) for t, s in decode.said] == [

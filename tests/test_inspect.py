@@ -381,7 +381,6 @@ def shown(side: Side) -> dict[str, float]:
     return {x.labels["what"]: x.value for x in samples if x.name == "asynckv_waits_for_step_seconds"}
 
 
-@pytest.mark.anyio
 async def test_results_that_are_not_taken_are_logged_answered_and_shown(
     sim: Bench, events: list[dict[str, Any]]
 ) -> None:

@@ -53,9 +53,8 @@ from asynckv.tools.diagnose.reading import Looking
 from asynckv.tools.diagnose.timeline_model import Story
 from asynckv.tools.diagnose.why_report import report
 from asynckv.tools.diagnose.why_text import show_findings
-from tests.engines import memory, until
+from tests.engines import memory, turn_loop, until
 
-pytestmark = pytest.mark.anyio
 SHORT_S = 0.15
 """Seconds for which those are waited for that never answer."""
 
@@ -426,8 +425,7 @@ async def test_a_guest_that_comes_as_the_door_is_closed_is_not_left_waiting(shor
     with socket.socket(socket.AF_UNIX) as guest, contextlib.suppress(ConnectionResetError):
         guest.settimeout(5.0)
         guest.connect(str(door.path))
-        for _ in range(turns):
-            await asyncio.sleep(0)
+        await turn_loop(turns)
         await door.close()
         assert await asyncio.to_thread(guest.recv, 1) == b""
 

@@ -32,8 +32,6 @@ from asynckv.ports import AgentInfo, AgentLost, AgentReplaced
 from asynckv.testing import SimData, SimNetwork
 from tests.engines import open_files, until
 
-pytestmark = pytest.mark.anyio
-
 CHILD = r"""
 import json, os, signal, socket, sys, time
 from msgspec import msgpack

@@ -20,9 +20,9 @@ from asynckv import ConfigError, Engine, EngineConfig, KeysConfig
 from asynckv.edges.control.zmq import ZmqPlane, make_pair
 from asynckv.keys import AllowList, KeyPair, decode_z85, encode_z85, read_pair, read_public, write_pair
 from asynckv.layout import register_memory
-from asynckv.tools import cli
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import PRESETS
+from tests.commands import Command
 
 LOOPBACK = "tcp://127.0.0.1:0"
 
@@ -240,26 +240,17 @@ def test_an_allow_list_mounted_by_kubernetes_is_followed(tmp_path: Path) -> None
 # -- asynckv keygen --------------------------------------------------------------------------------
 
 
-def keygen(*argv: str, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(sys, "argv", ["asynckv", "keygen", *argv])
-    with pytest.raises(SystemExit) as caught:
-        sys.exit(cli.run())
-    return int(caught.value.code or 0)
-
-
-def test_keygen_writes_keys_that_an_engine_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keygen_writes_keys_that_an_engine_takes(tmp_path: Path, command: Command) -> None:
     directory = tmp_path / "new" / "keys"
     before = os.umask(0)
     try:
-        assert keygen("prefill-0", "--dir", str(directory), monkeypatch=monkeypatch) == 0
+        status, out, _ = command.run("keygen", "prefill-0", "--dir", directory)
+        assert status == 0
     finally:
         os.umask(before)
     secret, public = directory / "prefill-0.key_secret", directory / "prefill-0.key"
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    out = capsys.readouterr().out
     assert str(secret) in out
     assert str(public) in out
     assert encode_z85(read_pair(secret).secret) not in out
@@ -269,28 +260,18 @@ def test_keygen_writes_keys_that_an_engine_takes(
     for removed in (None, public):
         if removed is not None:
             removed.unlink()
-        assert keygen("prefill-0", "--dir", str(directory), monkeypatch=monkeypatch) == 2
-        assert "exists and is not overwritten" in capsys.readouterr().err
+        assert "exists and is not overwritten" in command.complaint("keygen", "prefill-0", "--dir", directory)
     assert secret.read_bytes() == contents
     assert not public.exists()
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "a b", "a\nb", "\u00e4", "x" * 101, "-x", "a\0b"])
-def test_names_that_are_none_are_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert keygen("--dir", str(tmp_path), "--", name, monkeypatch=monkeypatch) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("asynckv: ")
-    assert err.count("\n") == 1
+def test_names_that_are_none_are_refused(name: str, tmp_path: Path, command: Command) -> None:
+    assert command.complaint("keygen", "--dir", tmp_path, "--", name)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, command: Command) -> None:
     (tmp_path / "file").write_text("")
     for directory in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/nowhere")):
-        assert keygen("x", "--dir", str(directory), monkeypatch=monkeypatch) == 2
-        assert str(directory) in capsys.readouterr().err
+        assert str(directory) in command.complaint("keygen", "x", "--dir", directory)

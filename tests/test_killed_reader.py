@@ -10,10 +10,9 @@ import pytest
 
 from asynckv import LeaseConfig
 from asynckv.core.types import Address
-from tests.engines import Bench, until
+from tests.engines import Bench, turn_loop, until
 from tests.lab.fleet import Fleet
 
-pytestmark = pytest.mark.anyio
 GRANT_S, LEASE_S = 2.0, 60.0
 WITHIN_S = 20.0
 """Of so long a lease. A grant and a second are enough; the machine may be busy."""
@@ -32,8 +31,7 @@ async def test_an_engine_whose_packets_cannot_be_sent_is_noticed() -> None:
         ended = asyncio.ensure_future(lease.wait_released())
         for _ in range(int(10 * (GRANT_S + 2.0))):
             bench.clock.advance(0.1)
-            for _ in range(10):
-                await asyncio.sleep(0)
+            await turn_loop(10)
         assert ended.done()
         assert ended.result().cause == "expired"
         ports.update(gone)

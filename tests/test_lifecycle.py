@@ -28,8 +28,6 @@ from asynckv import (
 from asynckv.config import PullConfig
 from tests.engines import Bench, Side, memory, until
 
-pytestmark = pytest.mark.anyio
-
 QUICK = LeaseConfig(lease_s=4.0, grant_s=2.0)
 
 

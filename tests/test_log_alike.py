@@ -24,11 +24,9 @@ from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import read_logs
-from tests.engines import Bench, Side, until
+from tests.engines import Bench, Side, turn_loop, until
 from tests.test_leaks_records import row, write
 from tests.test_log_evidence import drops, name_of
-
-pytestmark = pytest.mark.anyio
 
 MANY = 300
 
@@ -49,8 +47,7 @@ async def turns(sim: Bench, seconds: float) -> None:
     """Let time pass in steps of the engines' timers."""
     for _ in range(round(seconds / 0.05)):
         sim.clock.advance(0.05)
-        for _ in range(6):
-            await asyncio.sleep(0)
+        await turn_loop(6)
 
 
 async def expire(sim: Bench, prefill: Side, group: Any) -> list[dict[str, Any]]:

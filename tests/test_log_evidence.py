@@ -22,8 +22,6 @@ from asynckv.engine.lag import LoopLag
 from asynckv.observe.setup import configure_logging
 from tests.engines import Bench, Side, until
 
-pytestmark = pytest.mark.anyio
-
 
 class Lines:
     """What was logged, as JSON lines."""

@@ -84,7 +84,6 @@ def _endpoint() -> Any:
     return Endpoint(0, "tcp://127.0.0.1:1", "0" * 32)
 
 
-@pytest.mark.anyio
 async def test_no_token_is_in_logs_or_errors_whatever_fails(sim: Bench, heard: Heard) -> None:
     config = {"log": heard.config, "pull": PullConfig(release_timeout_s=3.0), "lease": LeaseConfig(parked_s=4.0)}
     async with sim.pair(**config) as (prefill, decode, _):
@@ -169,7 +168,6 @@ def test_no_token_is_in_what_simulated_services_log() -> None:
     assert set(re.findall(r"\b[0-9a-f]{32}\b", text)) <= starts
 
 
-@pytest.mark.anyio
 @pytest.mark.nixl
 @pytest.mark.slow
 async def test_no_secret_is_in_what_real_engines_log(tmp_path: Path, heard: Heard) -> None:
@@ -215,7 +213,6 @@ async def test_no_secret_is_in_what_real_engines_log(tmp_path: Path, heard: Hear
 
 
 @pytest.mark.parametrize("form", ["json", "console", "standard"])
-@pytest.mark.anyio
 async def test_what_comes_from_outside_cannot_forge_a_line(
     sim: Bench, form: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -92,7 +92,6 @@ def test_a_value_that_cannot_be_written_takes_no_other_line_with_it(tmp_path: Pa
 # -- engines ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_an_engine_writes_its_own_file_where_the_application_configures_nothing(
     sim: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,7 +122,6 @@ async def test_an_engine_writes_its_own_file_where_the_application_configures_no
     assert caplog.records == []
 
 
-@pytest.mark.anyio
 async def test_the_file_has_a_level_of_its_own(sim: Bench, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async with sim.pair(log=LogConfig(file=tmp_path / "all.jsonl", level="debug")) as (prefill, _, group):
         lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16, written=True))
@@ -135,7 +133,6 @@ async def test_the_file_has_a_level_of_its_own(sim: Bench, tmp_path: Path, caplo
     assert {r.levelno for r in caplog.records} == {logging.WARNING}
 
 
-@pytest.mark.anyio
 async def test_the_version_is_that_of_the_code_which_runs(
     sim: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +144,6 @@ async def test_the_version_is_that_of_the_code_which_runs(
     assert asynckv.__version__ == VERSION
 
 
-@pytest.mark.anyio
 async def test_a_start_that_fails_leaves_no_thread(sim: Bench, tmp_path: Path) -> None:
     side = sim.side("prefill", 1, log=LogConfig(file=tmp_path / "x.jsonl"))
     assert side.data is not None
@@ -157,7 +153,6 @@ async def test_a_start_that_fails_leaves_no_thread(sim: Bench, tmp_path: Path) -
     assert not [t for t in threading.enumerate() if t.name.startswith("asynckv log")]
 
 
-@pytest.mark.anyio
 async def test_a_full_disk_ends_no_request(sim: Bench) -> None:
     async with sim.pair(log=LogConfig(file="/dev/full")) as (prefill, decode, group):
         for i in range(3):
@@ -219,7 +214,6 @@ def test_lines_that_cannot_be_written_are_counted_and_told(tmp_path: Path, one_b
     assert [(e["event"], e.get("log_dropped")) for e in lines(path)] == [("second", 5), ("third", None)]
 
 
-@pytest.mark.anyio
 async def test_a_request_is_lent_though_no_thread_is_to_be_had_for_the_log(sim: Bench, tmp_path: Path) -> None:
     path = tmp_path / "{engine_id}.jsonl"
     async with sim.pair(log=LogConfig(file=path)) as (prefill, _, group):
@@ -372,7 +366,6 @@ def test_what_is_no_file_is_never_renamed(tmp_path: Path) -> None:
         os.close(writer)
 
 
-@pytest.mark.anyio
 async def test_an_engine_without_time_to_close_does_not_wait_for_a_disk_either(sim: Bench) -> None:
     reader, writer = os.pipe()
     try:

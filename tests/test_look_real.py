@@ -31,7 +31,7 @@ from tests.test_nixl_edge import Side, pairs, table
 from tests.test_process import Real, over_tcp
 
 __all__ = ["over_tcp"]
-pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
+pytestmark = pytest.mark.nixl
 
 LOOKS = PullConfig(second_look=1.0, second_look_bytes="all")
 LOOP = NixlConfig(posting_threads=0, process="never")

@@ -225,8 +225,7 @@ class Machine(RuleBasedStateMachine):
             self.replace_agent()
         for _ in range(40):
             for rank in self.decode:
-                for transfer_id in list(rank.reads):
-                    self.world.complete(rank, transfer_id)
+                self.world.complete_reads(rank)
             for _ in range(len(self.world.letters)):
                 self.world.deliver()
             self.published_bytes_are_right()

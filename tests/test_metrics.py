@@ -45,8 +45,6 @@ from tests.observed import QUICK, end, lived, passing, registered, story
 from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
 from tests.test_arguments import HOSTILE
 
-pytestmark = pytest.mark.anyio
-
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 

@@ -45,7 +45,7 @@ from asynckv.ports import AgentInfo, CopyMade
 from tests.engines import Polled, until
 from tests.test_process import children
 
-pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
+pytestmark = pytest.mark.nixl
 
 PATIENCE_S = 10.0
 SIZE = 64 * 1024

@@ -44,12 +44,10 @@ from asynckv.offload import Offload, OffloadConfig
 from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
 from asynckv.tools.cli import app
-from tests.engines import news_of, until
+from tests.engines import news_of, turn_loop, until
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, offloading
-
-pytestmark = pytest.mark.anyio
 
 
 async def test_what_is_stored_is_loaded_into_other_blocks() -> None:
@@ -133,8 +131,7 @@ async def test_a_load_that_is_given_up_ends_whatever_was_lost() -> None:
         disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
         for turns in range(1, 30):
             loading = asyncio.create_task(offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48))
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await turn_loop(turns)
             if not offload.cancel("b"):
                 break
             with pytest.raises(PullCancelled):
@@ -289,8 +286,7 @@ async def test_a_store_that_ends_by_a_bug_is_told_once_it_is_known_what_becomes_
         desk.submit([Store(request_id="a", groups=[(0, [1, 2])], hashes=chain("p", 2))])
         await until(lambda: rank.copies.moves)
         rank.clock.advance(2.1)
-        for _ in range(9):
-            await asyncio.sleep(0)
+        await turn_loop(9)
         assert not desk.has_news
         assert rank.engine.holds()
         if is_retired:
@@ -720,8 +716,7 @@ async def test_a_closing_offload_writes_to_files_what_still_arrives() -> None:
     async with offloading(layout_of(), disk=disk) as (rank, offload):
         storing = await rank.begun(offload.store("a", [(0, [1, 2, 3])], chain("p", 3)))
         closing = asyncio.create_task(offload.aclose(30.0))
-        for _ in range(9):
-            await asyncio.sleep(0)
+        await turn_loop(9)
         assert not closing.done()
         rank.copies.finish()
         await closing
@@ -1161,8 +1156,7 @@ async def test_a_lend_that_is_cancelled_leaves_no_pin() -> None:
         await store_in_files(rank, offload, "p", [1, 2, 3])
         for turns in range(40):
             lending = asyncio.create_task(offload.lend("a", chain("p", 3), num_tokens=48))
-            for _ in range(turns):
-                await asyncio.sleep(0)
+            await turn_loop(turns)
             if lending.done():
                 break
             lending.cancel()

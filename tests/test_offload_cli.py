@@ -7,9 +7,9 @@ import json
 import os
 import shutil
 import sqlite3
-import sys
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,11 +17,10 @@ import pytest
 
 from asynckv.edges.files.index import INDEX
 from asynckv.edges.files.store import OWNER, OwnerLock, owner_of
-from asynckv.tools import cli
-from tests.test_cli import complaint
+from tests.commands import Command
 from tests.test_file_tier import COUNT, RANGE, SEGMENT, SIZE, Tier, records
 
-Run = Callable[..., tuple[int, str]]
+Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
@@ -40,17 +39,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Exit status and stdout of a command."""
-
-    def run_it(*argv: object) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["asynckv", "offload", *map(str, argv)])
-        with pytest.raises(SystemExit) as caught:
-            sys.exit(cli.run())
-        out, _ = capsys.readouterr()
-        return int(caught.value.code or 0), out
-
-    return run_it
+def run(command: Command) -> Run:
+    return partial(command.run, "offload")
 
 
 def state(folder: Path) -> dict[str, tuple[int, bytes]]:
@@ -60,14 +50,14 @@ def state(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 def test_inspect_says_what_is_there_and_who_has_it(folder: Path, run: Run) -> None:
     lock = OwnerLock(folder)
-    status, out = run("inspect", folder, "--json", "-")
+    status, out, _ = run("inspect", folder, "--json", "-")
     lock.release()
     found = json.loads(out)
     assert (status, found["blocks"], found["bytes_stored"]) == (0, COUNT, COUNT * SIZE)
     assert (found["is_live"], found["num_bytes"], found["segments"]) == (True, RANGE, -(-RANGE // SEGMENT))
     assert found["kinds"] == [{"tag": "group", "layout": "layout", "blocks": COUNT, "bytes": COUNT * SIZE}]
     before = state(folder)
-    status, out = run("inspect", folder)
+    status, out, _ = run("inspect", folder)
     assert (status, state(folder)) == (0, before)
     assert "(has ended)" in out
     assert f"{COUNT}, 288.0 KiB, stored 20" in out
@@ -80,7 +70,7 @@ def test_names_from_an_index_do_no_harm_on_a_terminal(folder: Path, run: Run) ->
         db.execute("UPDATE records SET stored_at = ?", (1 << 60,))
     (folder / OWNER).write_text('{"pid": 1, "host": "\\u001b[2J", "since": "2026\\u202e"}')
     assert owner_of(folder) == (None, False)
-    status, out = run("inspect", folder)
+    status, out, _ = run("inspect", folder)
     assert status == 0
     assert "\x1b" not in out
     assert "\x07" not in out
@@ -98,7 +88,7 @@ def test_of_a_killed_owner_everything_stays_as_it_is_until_something_is_to_be_ch
         (killed / name).unlink(missing_ok=True)
         before = state(killed)
         assert f"{INDEX}-wal" in before
-        status, out = run("inspect", killed, "--json", "-")
+        status, out, _ = run("inspect", killed, "--json", "-")
         assert (status, json.loads(out)["blocks"], state(killed)) == (0, COUNT - 1, before)
 
 
@@ -114,7 +104,7 @@ def test_prune_removes_a_directory_in_any_state(folder: Path, run: Run, how: str
         spoil(folder)
     elif how != "as it is":
         (folder / (OWNER if how == "no owner" else INDEX)).unlink()
-    status, out = run("prune", folder, "--all", "--json", "-")
+    status, out, _ = run("prune", folder, "--all", "--json", "-")
     assert (status, json.loads(out)["removed"], folder.exists()) == (0, True, False)
 
 
@@ -125,17 +115,8 @@ def spoil(folder: Path) -> None:
         file.write(bytes(reversed(range(256))) * 16)
 
 
-def test_the_directory_above_stands_for_all_of_them_and_what_cannot_be_read_is_told(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_directory_above_stands_for_all_of_them_and_what_cannot_be_read_is_told(folder: Path, run: Run) -> None:
     above = folder.parent
-
-    def run(*argv: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["asynckv", "offload", *map(str, argv)])
-        with pytest.raises(SystemExit) as caught:
-            sys.exit(cli.run())
-        return int(caught.value.code or 0), *capsys.readouterr()
-
     for name in ("tp0of2-a", "tp1of2-b"):
         shutil.copytree(folder, above / name)
     (above / "else").mkdir()
@@ -156,9 +137,7 @@ def test_the_directory_above_stands_for_all_of_them_and_what_cannot_be_read_is_t
     assert [path.name for path in above.iterdir()] == ["else"]
 
 
-def test_bad_input_is_said_in_a_line(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_said_in_a_line(folder: Path, tmp_path: Path, command: Command) -> None:
     places = {"DIR": str(folder), "FILE": str(folder / INDEX), "NONE": str(tmp_path / "none")}
     for words, says in (
         ("inspect NONE", "is not a directory"),
@@ -168,36 +147,31 @@ def test_bad_input_is_said_in_a_line(
         ("inspect DIR --json NONE/x", "cannot be written"),
     ):
         argv = ["/".join(places.get(part, part) for part in word.split("/")) for word in words.split()]
-        assert says in complaint(["offload", *argv], monkeypatch, capsys)
+        assert says in command.complaint("offload", *argv)
 
 
-def test_who_has_a_directory_is_said_and_a_damaged_index_is_left(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_has_a_directory_is_said_and_a_damaged_index_is_left(folder: Path, command: Command) -> None:
     lock = OwnerLock(folder)
-    assert "belongs to process" in complaint(["offload", "prune", str(folder), "--all"], monkeypatch, capsys)
+    assert "belongs to process" in command.complaint("offload", "prune", folder, "--all")
     lock.release()
     for how in (spoil, lambda folder: (folder / INDEX).write_bytes(b"x" * 10_000)):
         how(folder)
         before = state(folder)
-        said = complaint(["offload", "inspect", str(folder)], monkeypatch, capsys)
+        said = command.complaint("offload", "inspect", folder)
         assert "is damaged" in said
         assert "\\n" not in said
         assert state(folder) == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_another_user_is_told_to_be_the_one_it_belongs_to(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_user_is_told_to_be_the_one_it_belongs_to(folder: Path, command: Command) -> None:
     with TemporaryDirectory() as above:  # pytest's own are root's all the way up
         Path(above).chmod(0o755)
         shutil.copytree(folder, f"{above}/tp0of1-a")
         os.seteuid(4711)
         try:
-            for command in ("inspect", "prune --all"):
-                name, *more = command.split()
-                said = complaint(["offload", name, f"{above}/tp0of1-a", *more], monkeypatch, capsys)
+            for name, *more in (["inspect"], ["prune", "--all"]):
+                said = command.complaint("offload", name, f"{above}/tp0of1-a", *more)
                 assert f"Permission denied: {above}/tp0of1-a belongs to user 0 (mode 700)" in said
                 assert "this process is user 4711; run as its user" in said
                 assert "name another directory" not in said

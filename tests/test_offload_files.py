@@ -28,8 +28,6 @@ from tests.lab.tiers import SimDisk
 from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
 from tests.test_log_evidence import Lines
 
-pytestmark = pytest.mark.anyio
-
 COUNT = 8
 
 

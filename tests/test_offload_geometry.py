@@ -27,8 +27,6 @@ WIDTHS, TOKENS, COUNT = (32, 64, 96), 384, 64
 TRUTH = [np.random.default_rng(7).integers(0, 256, (TOKENS, width), np.uint8) for width in WIDTHS]
 """Per group, what belongs to each token; of states what there is after it."""
 
-pytestmark = pytest.mark.anyio
-
 Lists = list[list[int | None]]
 
 

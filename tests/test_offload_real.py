@@ -23,7 +23,7 @@ from asynckv.results import Loaded
 from tests.lab.offload_audit import check as check_offload
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, layout_of
 
-pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
+pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 
 GIVE_UP_S = 20.0
 MOST_S = 0.05
@@ -48,7 +48,6 @@ def finished(thread: EngineThread, number: int) -> Finished:
     return found
 
 
-@pytest.mark.slow
 def test_a_step_stores_and_loads_by_orders() -> None:
     rank = Rank(layout_of(), real=True)
     registration = register_memory(rank.layout, tuple(rank.arrays))
@@ -83,7 +82,6 @@ def test_a_step_stores_and_loads_by_orders() -> None:
         assert rank.block(7, 5, 6) == before
 
 
-@pytest.mark.slow
 async def test_a_thousand_blocks_are_stored_without_keeping_the_loop() -> None:
     """The longest turn of the loop, in time of its own, while a thousand blocks are stored and loaded."""
     count, layers = 1000, 32
@@ -109,7 +107,6 @@ async def test_a_thousand_blocks_are_stored_without_keeping_the_loop() -> None:
         assert (in_store, max(turns[1:])) < (MOST_S, MOST_S)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [16, 64])
 async def test_two_ranks_leave_files_that_one_rank_loads(tmp_path: Path, size: int) -> None:
     files: dict[str, Any] = {"directory": tmp_path, "file_bytes": 64 * RECORD}
@@ -141,7 +138,6 @@ async def test_two_ranks_leave_files_that_one_rank_loads(tmp_path: Path, size: i
         assert again.block(*blocks) == one.block(*blocks)
 
 
-@pytest.mark.slow
 async def test_a_rank_that_changed_its_memory_order_loads_what_it_left(tmp_path: Path) -> None:
     """Its loads are staged, and the right bytes are in the right places."""
     files: dict[str, Any] = {"directory": tmp_path, "file_bytes": 64 * RECORD}
@@ -163,7 +159,6 @@ async def test_a_rank_that_changed_its_memory_order_loads_what_it_left(tmp_path:
         assert all(map(np.array_equal, after.arrays, expected))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_live", [True, False])
 async def test_what_two_ranks_have_stored_four_load_at_once(tmp_path: Path, is_live: bool) -> None:
     """Two read one directory, whose owner may live on, and goes on storing."""
@@ -243,7 +238,6 @@ class Requests:
         self.free.extend(blocks)
 
 
-@pytest.mark.slow
 async def test_random_requests_on_real_tiers_are_right_to_the_byte(tmp_path: Path) -> None:
     """Stores, loads, evictions and cancellations at once, over restarts; the host tier holds a third of it all."""
     rng, truth = random.Random(11), dict[tuple[int, int], bytes]()
@@ -266,7 +260,6 @@ async def test_random_requests_on_real_tiers_are_right_to_the_byte(tmp_path: Pat
     assert from_files > 0
 
 
-@pytest.mark.slow
 async def test_stored_blocks_are_pulled_over_the_network(tmp_path: Path) -> None:
     files: dict[str, Any] = {"directory": tmp_path, "file_bytes": 64 * RECORD}
     rank = Rank(layout_of(), real=True, network_=EngineConfig(engine_id="worker-host"), **files)

@@ -21,8 +21,6 @@ from asynckv.tools.diagnose.leaks_live import records_of
 from tests.engines import until
 from tests.offloads import SIZE, Rank, chain, hybrid, layout_of, offloading
 
-pytestmark = pytest.mark.anyio
-
 
 async def asked(rank: Rank) -> Answer:
     said: list[Status] = []

@@ -557,7 +557,6 @@ async def copy(near: Rank, far: Sequence[Rank], op: CopyOp, plans: Sequence[Plan
 
 
 @pytest.mark.nixl
-@pytest.mark.anyio
 @pytest.mark.parametrize("costs", [None, oracle.STAGED], ids=["direct", "staged"])
 @pytest.mark.parametrize(
     "way", ["a hybrid whose groups see the same pages", "layers with page sizes of their own", *OTHERS]
@@ -588,7 +587,6 @@ async def test_nixl_stores_and_loads_what_the_oracle_does(way: str, costs: Costs
 # -- lent over the network -----------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_what_is_kept_is_lent_as_any_block_is(sim: Bench) -> None:
     stored, loading = engine(WINDOWED, sizes=[16, 8]), engine(WINDOWED, sizes=[4, 16])
     rng, cache, tokens = np.random.default_rng(3), Cache(WINDOWED, 7), 48

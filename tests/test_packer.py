@@ -36,7 +36,7 @@ from tests.test_packed_copies import plan, table
 from tests.test_staging import NHD, side
 from tests.world import Buffers
 
-pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
+pytestmark = pytest.mark.nixl
 
 QUIET = NixlConfig(posting_threads=0)
 """One loop, and no thread but the one that packs."""

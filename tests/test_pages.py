@@ -266,7 +266,6 @@ def note_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.nixl
-@pytest.mark.anyio
 async def test_staging_memory_of_all_threads_is_there_after_the_first_staged_read(
     sides: list[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,7 +282,6 @@ async def test_staging_memory_of_all_threads_is_there_after_the_first_staged_rea
     assert names
 
 
-@pytest.mark.anyio
 async def test_memory_for_packed_copies_is_there_from_the_first_one_on(monkeypatch: pytest.MonkeyPatch) -> None:
     names, owned = note_threads(monkeypatch), Owned(5)
     made = Packer(owned.memories, 3, asyncio.get_running_loop(), lambda: None)
@@ -298,7 +296,6 @@ async def test_memory_for_packed_copies_is_there_from_the_first_one_on(monkeypat
 
 
 @pytest.mark.nixl
-@pytest.mark.anyio
 async def test_without_room_reads_are_staged_and_copies_packed_all_the_same(
     sides: list[Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:

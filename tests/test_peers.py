@@ -6,7 +6,6 @@ for the start of a process that was asked, and from the start that it was asked 
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections import Counter
 from typing import Any
@@ -47,7 +46,7 @@ from asynckv.scheduler import PrefillRanks
 from asynckv.testing import SimControl
 from asynckv.testing.fabric import Port
 from asynckv.told import ReleaseUnanswered
-from tests.engines import Bench
+from tests.engines import Bench, turn_loop
 from tests.test_admission import ask, asking, world_of
 from tests.world import Rank, World, begin, make_layout, opened, reason
 
@@ -934,7 +933,6 @@ def test_a_rank_that_gave_way_before_it_was_needed_is_released_in_the_end_and_it
     world.check()
 
 
-@pytest.mark.anyio
 async def test_a_last_word_to_a_rank_that_gave_way_leaves_no_link_behind() -> None:
     world = World()
     prefill = world.add("prefill", make_layout())
@@ -943,8 +941,7 @@ async def test_a_last_word_to_a_rank_that_gave_way_leaves_no_link_behind() -> No
         for number, call in ((1, decode.engine.announce), (2, decode.engine.cancel)):
             call(f"d{number}", made_up(world, prefill, number, 128))
             bench.clock.advance(0.05)
-            for _ in range(10):
-                await asyncio.sleep(0)
+            await turn_loop(10)
         control = decode.engine._driver.control
         assert isinstance(control, SimControl)
         assert {address.split(".")[2] for address in control.links} == {"2"}

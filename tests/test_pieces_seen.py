@@ -21,7 +21,7 @@ from asynckv.tools.diagnose.reading import Looking
 from tests.engines import Bench, until
 from tests.observed import registered
 from tests.test_follows import TICKET, target_of
-from tests.test_head_start import Service
+from tests.test_head_start import Service, served
 from tests.test_inspect import account
 from tests.test_inspect_ask import looking, pair
 
@@ -30,8 +30,7 @@ BYTES = 16 * 1024  # one block of a side
 
 
 def test_a_head_start_is_listed_as_such_with_all_blocks_of_its_request_and_without_its_pieces() -> None:
-    service = Service()
-    world, (decode,) = service.world, service.decode
+    service, world, _, decode = served()
     service.early(2)
     world.now += 3.0
     now = world.time(decode)
@@ -52,8 +51,7 @@ def test_a_head_start_is_listed_as_such_with_all_blocks_of_its_request_and_witho
 
 
 def test_blocks_that_a_piece_may_still_write_are_shown_until_they_are_given_up_and_after_that() -> None:
-    service = Service(pull=PullConfig(held_s=20.0))
-    world, (decode,) = service.world, service.decode
+    service, world, _, decode = served(pull=PullConfig(held_s=20.0))
     service.early(2)
     world.live(15.0)
     assert decode.said == [], "a piece that hangs is not reported as held"
@@ -69,8 +67,7 @@ def test_blocks_that_a_piece_may_still_write_are_shown_until_they_are_given_up_a
 
 
 def test_why_does_not_take_a_head_start_for_late_however_long_its_prompt_is_computed() -> None:
-    service = Service()
-    world, (decode,) = service.world, service.decode
+    service, world, _, decode = served()
     service.early(2)
     world.now += 50.0
     follow, early = decode.inspect.requests(world.time(decode))
@@ -116,7 +113,6 @@ def said(findings: Findings) -> list[Any]:
     return [*findings.wrong, *findings.limits, *findings.notes, *findings.late]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("level", ["info", "debug"])
 async def test_the_line_of_a_pull_tells_of_its_pieces_and_nothing_warns_of_what_became_of_them(
     level: Any, tmp_path: Path
@@ -137,7 +133,6 @@ async def test_the_line_of_a_pull_tells_of_its_pieces_and_nothing_warns_of_what_
     assert said(find(Looking([str(tmp_path)], None, None, None, 1.0).look())) == []
 
 
-@pytest.mark.anyio
 async def test_why_finds_nothing_wrong_with_a_head_start_that_lasts() -> None:
     async with pair() as (prefill, decode, group):
         follow = asyncio.create_task(decode.follow("d", target_of(prefill), groups=HERE))
@@ -155,7 +150,6 @@ async def test_why_finds_nothing_wrong_with_a_head_start_that_lasts() -> None:
             await follow
 
 
-@pytest.mark.anyio
 async def test_metrics_count_pieces_apart_from_pulls_and_loans() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         await story(prefill.engine, decode.engine, decode.data, group)

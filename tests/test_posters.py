@@ -54,7 +54,7 @@ from tests.test_nixl_edge import (
     request,
 )
 
-pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
+pytestmark = pytest.mark.nixl
 
 ALL_BULK = NixlConfig(posting_threads=1, bulk_bytes=1)
 

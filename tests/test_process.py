@@ -47,8 +47,6 @@ from asynckv.testing import SimData, SimNetwork
 from tests.engines import Bench, Side, reading, until
 from tests.world import make_layout
 
-pytestmark = pytest.mark.anyio
-
 # -- the core, simulated -----------------------------------------------------------------------------
 
 

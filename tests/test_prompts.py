@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 from collections.abc import Iterator
@@ -34,10 +33,8 @@ from asynckv.tools.diagnose.leaks_live import records_of
 from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record
 from asynckv.tools.diagnose.timeline_model import ground
-from tests.engines import Bench, until
+from tests.engines import Bench, turn_loop, until
 from tests.test_findings import START, say, screen, well
-
-pytestmark = pytest.mark.anyio
 
 NONE = PromptsCounted(without_params=200, in_a_row=200, in_a_row_s=12.0)
 
@@ -64,8 +61,7 @@ async def count(engine: Engine, counted: PromptsCounted) -> None:
 async def pass_by(sim: Bench, seconds: float) -> None:
     for _ in range(round(seconds / 0.25)):
         sim.clock.advance(0.25)
-        for _ in range(6):
-            await asyncio.sleep(0)
+        await turn_loop(6)
 
 
 async def test_counts_are_logged_soon_then_seldom_and_the_last_ones_in_any_case(

@@ -96,8 +96,7 @@ class Reading:
 
     def land(self) -> None:
         """Let all that runs arrive; not what follows it."""
-        for transfer_id in list(self.decode.reads):
-            self.world.complete(self.decode, transfer_id)
+        self.world.complete_reads(self.decode)
 
 
 # -- which promise covers a read -----------------------------------------------------------------------

@@ -10,12 +10,10 @@ import asyncio
 import contextlib
 import json
 import re
-import resource
 from collections import defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
 import pytest
 from aiohttp import web
 from structlog.testing import capture_logs
@@ -26,7 +24,6 @@ from asynckv.tools.proxy.router import RESPONSES, Loan
 from asynckv.tools.proxy.server import COMPLETIONS
 from tests.test_proxy import (
     ASK,
-    HEAD,
     HEAR_S,
     IMPATIENT,
     QUICK,
@@ -35,7 +32,6 @@ from tests.test_proxy import (
     Act,
     Client,
     Fake,
-    connection,
     dies,
     error,
     given_back,
@@ -45,10 +41,9 @@ from tests.test_proxy import (
     routed,
     says,
     says_events,
+    serve_two_thousand,
     streams,
 )
-
-pytestmark = pytest.mark.anyio
 
 FOLLOWS = {"asynckv_follows": True}
 EVENT = b'data: {"choices": [{"text": "three", "finish_reason": null}], "kv_transfer_params": null}\n\n'
@@ -674,18 +669,9 @@ async def test_log_metrics_and_readiness_tell_both_ways_apart() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_two_thousand_clients_at_once_are_served_both_ways_and_each_prompt_is_computed_once() -> None:
-    body = msgspec.json.encode({**ASK, "stream": True})
-    said = HEAD.replace(b"65536", b"%d" % len(body)) + body
-    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     prefill, decode = Fake(offers()), Fake(ANSWERS, follows(SAYS_EVENTS))
     async with taught([prefill], [decode], Limits()) as client:
-
-        async def served() -> bool:
-            async with connection(client, said) as (reader, _):
-                return b" 200 " in await reader.readline() and (await reader.readuntil(b"[DONE]")).endswith(b"[DONE]")
-
-        async with asyncio.timeout(240):
-            assert sum(await asyncio.gather(*(served() for _ in range(2000)))) == 2000
+        await serve_two_thousand(client)
         assert len(told(prefill)) == len(decode.asked) == 2000
         assert set(map(bool, tickets(decode))) == {True, False}
 

@@ -21,7 +21,7 @@ from asynckv.tools.proxy.server import COMPLETIONS
 from tests.lab.crowd import Crowd, free_port, leases, python_with, router, running, texts, why
 from tests.test_proxy import Client, Tiny, routed
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nixl, pytest.mark.timeout(600)]
 
 WHEELS = Path(__file__).parent / "clients"
 LEASE_S = 8

@@ -104,7 +104,6 @@ def debugged() -> Iterator[io.StringIO]:
     structlog.reset_defaults()
 
 
-@pytest.mark.anyio
 async def test_at_debug_every_step_of_a_pull_and_of_its_lease_is_logged_once_and_in_order(
     sim: Bench, debugged: io.StringIO
 ) -> None:

@@ -28,19 +28,16 @@ from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.types import Reason, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Goodbye, Release, decode_packet, encode_packet
 from asynckv.geometry.plan import Plan
-from tests.engines import Bench, Side, until
+from tests.engines import Bench, Side, turn_loop, until
 from tests.test_admission import ask, world_of
 from tests.test_lifecycle import QUICK, passing, reading, running
 from tests.world import begin, reason
-
-pytestmark = pytest.mark.anyio
 
 
 async def spin(sim: Bench, seconds: float, step: float = 0.05) -> None:
     """Let time pass, with some turns of the loop for each bit."""
     for _ in range(int(seconds / step)):
-        for _ in range(4):
-            await asyncio.sleep(0)
+        await turn_loop(4)
         sim.clock.advance(step)
 
 
@@ -519,8 +516,7 @@ async def storm(rng: random.Random) -> None:
                     decode.engine.cancel(f"d{rng.randrange(len(pulls))}")
                 case _:
                     pass
-        for _ in range(rng.randint(0, 4)):
-            await asyncio.sleep(0)
+        await turn_loop(rng.randint(0, 4))
         if rng.random() < 0.5:
             sim.clock.advance(rng.choice([0.01, 0.2, 1.0]))
         for side in sides:

@@ -37,7 +37,7 @@ from tests.offloads import SIZE, chain, layout_of, offloading
 from tests.test_lifecycle import passing
 from tests.test_packed_copies import Owner, Pair
 from tests.test_proof import Reading
-from tests.world import Rank, World, make_layout, ranks_of
+from tests.world import Rank, World, make_layout, opened, ranks_of
 
 RECALL = {"recall": True}
 
@@ -107,9 +107,7 @@ def test_a_refusal_ends_the_attempt_though_a_grant_runs(lands: bool) -> None:
 
 
 def test_withdrawing_ends_the_lease_in_the_same_call_whatever_was_granted() -> None:
-    world = World()
-    prefill = world.add("p", make_layout(), engine_id="prefill")
-    decode = world.add("d", make_layout(base=1 << 41), engine_id="decode")
+    world, prefill, decode = opened()
     params, lease = world.lent(prefill, "r", [3], written=True, recall=True)
     pull = world.pull(decode, "d", [5], params)
     world.deliver()
@@ -227,9 +225,7 @@ def test_a_recall_after_the_last_confirmation_takes_nothing_from_the_reader() ->
 
 def test_a_reader_older_than_the_mark_is_refused_and_told_to_upgrade() -> None:
     """Its params decode without the mark, so its claim has the digest of a request that is never recalled."""
-    world = World()
-    prefill = world.add("p", make_layout(), engine_id="prefill")
-    decode = world.add("d", make_layout(base=1 << 41), engine_id="decode")
+    world, prefill, decode = opened()
     params, lease = world.lent(prefill, "r", [3], written=True, recall=True)
     pull = world.pull(decode, "d", [5], msgspec.structs.replace(params, recall=UNSET))
     world.run()
@@ -333,9 +329,7 @@ def test_params_carry_the_mark_only_where_it_was_asked_for() -> None:
 
 
 def test_a_request_that_was_recalled_before_its_lend_is_never_lent_and_its_readers_are_refused() -> None:
-    world = World()
-    prefill = world.add("p", make_layout(), engine_id="prefill")
-    decode = world.add("d", make_layout(base=1 << 41), engine_id="decode")
+    world, prefill, decode = opened()
     params = world.params([prefill], "r", [3], 4, recall=True)
     pull = world.pull(decode, "d", [5], params)
     world.deliver_all()
@@ -350,9 +344,7 @@ def test_a_request_that_was_recalled_before_its_lend_is_never_lent_and_its_reade
 
 @pytest.mark.parametrize("end", ["released", "expired", "revoked"])
 def test_a_recall_after_the_end_changes_nothing(end: str) -> None:
-    world = World()
-    prefill = world.add("p", make_layout(), engine_id="prefill")
-    decode = world.add("d", make_layout(base=1 << 41), engine_id="decode")
+    world, prefill, decode = opened()
     params, lease = world.lent(prefill, "r", [3], written=True, recall=True)
     if end == "released":
         world.pull(decode, "d", [5], params)
@@ -370,9 +362,7 @@ def test_a_recall_after_the_end_changes_nothing(end: str) -> None:
 
 
 def test_grants_of_a_request_without_the_mark_outlive_its_withdrawal() -> None:
-    world = World()
-    prefill = world.add("p", make_layout(), engine_id="prefill")
-    decode = world.add("d", make_layout(base=1 << 41), engine_id="decode")
+    world, prefill, decode = opened()
     params, lease = world.lent(prefill, "r", [3], written=True)
     pull = world.pull(decode, "d", [5], params)
     world.deliver_all()
@@ -463,7 +453,6 @@ WAYS: dict[str, tuple[str, Callable[[Side, Any, Any], Any]]] = {
 }
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("way", WAYS)
 async def test_only_a_recall_drops_grants_and_other_ends_keep_them_as_for_every_request(sim: Bench, way: str) -> None:
     by, revoke = WAYS[way]
@@ -494,7 +483,6 @@ async def test_only_a_recall_drops_grants_and_other_ends_keep_them_as_for_every_
 # -- blocks that others hold -----------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_a_recall_returns_the_blocks_that_others_hold_and_only_these(sim: Bench) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         params, _, task = await granted(prefill, decode, group)
@@ -521,7 +509,6 @@ async def test_a_recall_returns_the_blocks_that_others_hold_and_only_these(sim: 
             decode.engine.cancel(hold.request_id)
 
 
-@pytest.mark.anyio
 async def test_a_recall_after_the_end_of_an_engine_returns_the_promises_that_the_end_cut_short(sim: Bench) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         decode.data.deferred = True
@@ -537,7 +524,6 @@ async def test_a_recall_after_the_end_of_an_engine_returns_the_promises_that_the
             await passing(sim, task)
 
 
-@pytest.mark.anyio
 async def test_blocks_that_the_memory_does_not_have_are_held_by_no_request(sim: Bench) -> None:
     async with sim.pair(lease=QUICK) as (prefill, _, group):
         prefill.lent(group, "r", [BLOCKS - 1], written=True)
@@ -548,7 +534,6 @@ async def test_blocks_that_the_memory_does_not_have_are_held_by_no_request(sim: 
         assert [hold.blocks for hold in prefill.engine.recall([ragged])] == [{0: (BLOCKS - 1,)}]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("bad", ["unmarked", "another engine's", "malformed"])
 async def test_requests_beside_a_bad_one_are_not_recalled(sim: Bench, bad: str) -> None:
     async with sim.pair(lease=QUICK) as (prefill, _, group):
@@ -571,7 +556,6 @@ def test_a_recall_on_an_engine_that_was_not_started_is_refused() -> None:
         Bench(False).side("prefill", 1).engine.recall([])
 
 
-@pytest.mark.anyio
 async def test_a_recall_returns_blocks_that_an_offload_stores() -> None:
     async with offloading(layout_of()) as (rank, offload):
         group = PrefillRanks("worker", [rank.engine.endpoint])
@@ -640,7 +624,6 @@ def test_a_withdrawn_request_is_not_lent_after_the_memory_was_registered_anew() 
     assert prefill.core.prefill.memory_epoch == 1, "the next epoch is a later one, and refuses this key"
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("other", [{"recall": True}, {"groups": [[0, [[8, 2]]]]}, {"num_tokens": 1}])
 async def test_params_that_are_not_those_of_the_loan_recall_nothing(sim: Bench, other: dict[str, Any]) -> None:
     """A mark that was added later says nothing to a reader, which goes by the params that it was given."""

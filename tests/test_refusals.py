@@ -18,7 +18,7 @@ from asynckv.engine import ending
 from asynckv.keys import write_pair
 from tests.engines import Bench, Side
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
+pytestmark = pytest.mark.nixl
 
 
 @pytest.fixture(autouse=True)

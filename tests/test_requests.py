@@ -170,8 +170,7 @@ def test_bytes_are_believed_to_the_last_moment_of_a_promise_and_not_beyond(after
     world.deliver_all()
     (source,) = it.sources
     world.now = source.covered_until + after_s - decode.epoch
-    for transfer_id in list(decode.reads):
-        world.complete(decode, transfer_id)
+    world.complete_reads(decode)
     assert reason(it) is (Reason.COMPLETE if is_believed else None)
     assert decode.buffers.block(9) == want
     assert it.state is (PullState.NOTIFYING if is_believed else PullState.CONFIRMING)

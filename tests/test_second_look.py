@@ -141,8 +141,7 @@ def test_a_difference_that_an_early_look_has_found_is_forgotten() -> None:
     world.deliver()
     world.deliver()
     claims, world.letters = world.letters, []
-    for transfer_id in list(decode.reads):
-        world.complete(decode, transfer_id)
+    world.complete_reads(decode)
     prefill.buffers.overwrite(3, 0x77)
     world.complete_all()
     assert pull.sources[0].differs is not None
@@ -481,7 +480,6 @@ def test_a_read_of_a_packed_copy_is_compared_with_the_blocks_and_not_with_the_co
 # -- what people hear of it --------------------------------------------------------------------------------------
 
 
-@pytest.mark.anyio
 async def test_a_difference_is_raised_and_logged_once_per_peer(sim: Bench, events: list[dict[str, Any]]) -> None:
     async with sim.pair(pull=settings()) as (prefill, decode, group):
         decode.data.deferred = True

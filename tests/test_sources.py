@@ -211,8 +211,7 @@ def test_only_the_rank_that_was_read_too_early_is_read_again() -> None:
     [decode] = it.decode
     # The handshakes only: reading begins, the claims are under way.
     it.world.deliver_all()
-    for transfer_id in list(decode.reads):
-        it.world.complete(decode, transfer_id)
+    it.world.complete_reads(decode)
     it.world.deliver_all()
     assert pull.reason is None
     it.world.advance(1.0)

@@ -35,7 +35,7 @@ from tests.test_posters import ALL_BULK, Gate, link, while_the_loop_stands
 from tests.test_staging import HND, NHD
 from tests.world import make_layout
 
-pytestmark = [pytest.mark.nixl, pytest.mark.anyio]
+pytestmark = pytest.mark.nixl
 
 THREAD = NixlConfig(posting_threads=1, staging_bytes=4 * SLOT_BYTES)
 

@@ -40,7 +40,7 @@ from asynckv.geometry.plan import ReadRequest
 from asynckv.layout import register_memory
 from asynckv.ports import AgentInfo
 from asynckv.testing import SimControl, SimData, SimNetwork
-from tests.engines import Bench, memory, until
+from tests.engines import Bench, memory, turn_loop, until
 from tests.lab.world import Process, World, WorldClock, WorldControl, WorldData
 
 Ts = TypeVarTuple("Ts")
@@ -109,15 +109,13 @@ async def _awaited(found: Awaitable[Any]) -> Any:
     return await found
 
 
-@pytest.mark.anyio
 async def test_every_public_method_is_refused_from_another_thread_and_nothing_changes(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
         lent_params, lent = prefill.lent(group, "lent", [1], written=True)
         announced = group.make_params("r", [(0, [3])], 16, written=True)
         decode.engine.announce("d", announced)
         await until(lambda: prefill.engine.statistics().gauges["parked"] == 1)
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await turn_loop(5)
         for side in (prefill, decode):
             engine = side.engine
             arguments = calls(group.make_params("new", [(0, [2])], 16))
@@ -164,7 +162,6 @@ def state(engine: Engine) -> tuple[Any, ...]:
     return known, own, engine._ending._closing, engine._ending._suspending
 
 
-@pytest.mark.anyio
 async def test_what_cannot_change_is_read_from_any_thread(sim: Bench) -> None:
     async with sim.pair() as (prefill, _, group):
         lent = prefill.engine.lend(group.make_params("r", [(0, [1])], 16))
@@ -174,7 +171,6 @@ async def test_what_cannot_change_is_read_from_any_thread(sim: Bench) -> None:
         lent.withdraw()
 
 
-@pytest.mark.anyio
 async def test_an_error_that_holds_blocks_is_waited_for_on_the_engines_loop(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
         params, _ = prefill.lent(group, "r", [1], written=True)
@@ -230,7 +226,6 @@ def test_an_engine_that_was_not_started_says_so() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.anyio
 async def test_the_remedies_that_the_error_names_work(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
         loop = asyncio.get_running_loop()
@@ -247,7 +242,6 @@ async def test_the_remedies_that_the_error_names_work(sim: Bench) -> None:
         assert decode.blocks([2]) == prefill.blocks([1])
 
 
-@pytest.mark.anyio
 async def test_params_are_made_on_any_thread(sim: Bench) -> None:
     async with sim.pair() as (_, _, group):
         with ThreadPoolExecutor(8) as pool:
@@ -327,7 +321,6 @@ async def served(bench: Bench, prefill: Engine, decode: Engine, number: int) -> 
         assert decode.statistics().counters["internal_errors"]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("nth", range(1, 9))
 @pytest.mark.parametrize("plane", ["control", "data"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -365,7 +358,6 @@ async def timed_out(bench: Bench, prefill: Engine, decode: Engine) -> None:
     await task
 
 
-@pytest.mark.anyio
 async def test_a_log_that_raises_loses_no_outcome(sim: Bench) -> None:
     def broken(logger: object, method: str, event: object) -> Any:
         raise Broken
@@ -399,8 +391,7 @@ def test_a_turn_that_could_not_be_had_is_asked_for_again() -> None:
 
     async def main() -> None:
         async with bench.pair() as (prefill, decode, group):
-            for _ in range(3):
-                await asyncio.sleep(0)
+            await turn_loop(3)
             params = group.make_params("r", [(0, [1])], 16, written=True)
             engines = prefill.engine, decode.engine
             before = [state(engine)[:2] for engine in engines]
@@ -545,7 +536,6 @@ def test_steps_that_are_always_too_long_do_not_fill_the_log(alone: Alone, caplog
     assert 90 <= logged <= 100
 
 
-@pytest.mark.anyio
 @pytest.mark.slow
 @pytest.mark.nixl
 async def test_a_step_that_holds_a_real_loop_is_noticed_when_it_ends(caplog: pytest.LogCaptureFixture) -> None:
@@ -563,7 +553,6 @@ async def test_a_step_that_holds_a_real_loop_is_noticed_when_it_ends(caplog: pyt
         lent.withdraw()
 
 
-@pytest.mark.anyio
 async def test_who_waited_for_a_loop_that_is_away_is_told_once_in_full(
     sim: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -629,7 +618,6 @@ def test_while_a_data_plane_starts_the_engine_has_its_home(name: str) -> None:
         first.result(30)
 
 
-@pytest.mark.anyio
 async def test_an_engine_lets_go_of_one_memory_before_it_takes_another() -> None:
     """Of two that resume it at once, one that fails must not close what the other has begun."""
     gate, fails = asyncio.Event(), [False]
@@ -662,7 +650,6 @@ async def test_an_engine_lets_go_of_one_memory_before_it_takes_another() -> None
         assert engine.memory_epoch == 1
 
 
-@pytest.mark.anyio
 async def test_an_engine_whose_data_plane_still_starts_takes_nothing_but_its_end() -> None:
     """The loop turns meanwhile: a child takes seconds to start on a busy host."""
     inside, go = asyncio.Event(), asyncio.Event()
@@ -693,7 +680,6 @@ async def test_an_engine_whose_data_plane_still_starts_takes_nothing_but_its_end
         await engine.start()
 
 
-@pytest.mark.anyio
 async def test_an_engine_that_is_resumed_slowly_is_resumed_once_and_may_be_closed_meanwhile() -> None:
     inside, go = asyncio.Event(), asyncio.Event()
     go.set()

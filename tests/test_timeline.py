@@ -6,9 +6,9 @@ import io
 import json
 import random
 import re
-import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from asynckv.tools import cli
 from asynckv.tools.diagnose import why_page, why_text
 from asynckv.tools.diagnose.axis import CLOCKS_S, LATE_S, Axis, Offset, Pair, shown_offset, shown_seconds
 from asynckv.tools.diagnose.findings import Findings, Seen, find
@@ -29,6 +28,7 @@ from asynckv.tools.diagnose.records import Logs, read_logs
 from asynckv.tools.diagnose.timeline_model import PHASES, Bar, Story, ground, stories
 from asynckv.tools.diagnose.why_page import make
 from asynckv.tools.diagnose.why_report import report
+from tests.commands import Command
 from tests.timeline_logs import AHEAD, BEGIN, DECODE, PREFILL, D, P, Written, service
 
 
@@ -414,13 +414,13 @@ def test_nonsense_in_fields_does_no_harm(tmp_path: Path) -> None:
 # -- the command -----------------------------------------------------------------------------------------
 
 
-def run(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["asynckv", "why", *argv])
+Why = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def why(monkeypatch: pytest.MonkeyPatch, command: Command) -> Why:
     monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit) as caught:
-        sys.exit(cli.run())
-    out, err = capsys.readouterr()
-    return int(caught.value.code or 0), out, err
+    return partial(command.run, "why")
 
 
 @pytest.fixture
@@ -428,15 +428,13 @@ def log(tmp_path: Path) -> str:
     return service().write(tmp_path)
 
 
-def test_an_id_that_only_one_side_knows_finds_its_request(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_id_that_only_one_side_knows_finds_its_request(tmp_path: Path, why: Why) -> None:
     written = service()
     # A router changed the id: the claim was refused, and so was the release.
     other = {"request_id": "gen-30", "prefill_request_id": "30", "pull_id": "c" * 16 + "-30", "sequence": 30}
-    why = {"cause": "wrong_request", "peer": "prefill"}
-    written.line("pull_ended", 5.0, D[1], "warning", **why, **other, peer_ranks=[P], read_ranks=[P], seconds=0.001)
-    written.line("release_refused", 5.0, D[1], "warning", **why, **other, ranks=[P])
+    refused = {"cause": "wrong_request", "peer": "prefill"}
+    written.line("pull_ended", 5.0, D[1], "warning", **refused, **other, peer_ranks=[P], read_ranks=[P], seconds=0.001)
+    written.line("release_refused", 5.0, D[1], "warning", **refused, **other, ranks=[P])
     lease: dict[str, Any] = {"request_id": "P:4,\n", "sequence": 30, "blocks": 1, "readers": {}, "owed": ["*"]}
     written.line("lease_ended", 5.0, P, "warning", cause="expired", **lease, seconds=1.0)
     # A pull that the prefill side alone speaks of: two grants to one reader, and the first is no longer its last.
@@ -445,28 +443,26 @@ def test_an_id_that_only_one_side_knows_finds_its_request(
     written.line("lease_ended", 6.0, P, "warning", cause="expired", **lease, seconds=1.0)
     log = written.write(tmp_path)
     for name in ("30", "gen-30", "P:4,\n", r"P:4,\n"):
-        code, out, err = run([name, log], monkeypatch, capsys)
+        code, out, err = why(name, log)
         assert (code, err) == (1, "")
         assert out.startswith(r"P:4,\n (decode: gen-30)"), out
         assert f"release refused by {P}: wrong_request" in out
         assert "speaks of it under another prefill request id: 30\n" in out
         assert "lent, 1 block\n" in out
     for name in ("chat-40", "c" * 16 + "-41", "c" * 16 + "-42"):
-        code, out, err = run([name, log], monkeypatch, capsys)
+        code, out, err = why(name, log)
         assert (code, err) == (1, "")
         assert out.startswith("chat-40"), out
         assert f"granted to {D[1]}, pull {'c' * 16}-41" in out
 
 
-def test_several_that_match_are_listed(
-    log: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = run(["chat-2", log], monkeypatch, capsys)
+def test_several_that_match_are_listed(log: str, why: Why) -> None:
+    code, out, _ = why("chat-2", log)
     assert code == 0, "what is exact comes first"
-    code, out, _ = run(["chat", log], monkeypatch, capsys)
+    code, out, _ = why("chat", log)
     assert code == 2
     for name in ("prefill:chat-3", "#3"):
-        code, out, _ = run([name, log], monkeypatch, capsys)
+        code, out, _ = why(name, log)
         assert (code, out.startswith("chat-3 (decode: gen-3)")) == (0, True)
 
 
@@ -477,36 +473,25 @@ def test_several_that_match_are_listed(
         (["--html", "NONE/x.html"], "NONE/x.html: cannot be written"),
     ],
 )
-def test_bad_input_is_one_line(
-    argv: list[str],
-    says: str,
-    log: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bad_input_is_one_line(argv: list[str], says: str, log: str, tmp_path: Path, why: Why) -> None:
     none = str(tmp_path / "none")
-    code, out, err = run([log, *(x.replace("NONE", none) for x in argv)], monkeypatch, capsys)
+    code, out, err = why(log, *(x.replace("NONE", none) for x in argv))
     assert code == 2
     assert out == ""
     assert says.replace("NONE", none) in err
     assert err.count("\n") == 1
 
 
-def test_a_log_of_others_is_bad_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_of_others_is_bad_input(tmp_path: Path, why: Why) -> None:
     (tmp_path / "x.log").write_text("hello\n")
-    code, _, err = run([str(tmp_path)], monkeypatch, capsys)
+    code, _, err = why(str(tmp_path))
     assert code == 2
     assert "no event of asynckv's" in err
 
 
-def test_files_and_stdout(
-    log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_and_stdout(log: str, tmp_path: Path, why: Why) -> None:
     page = tmp_path / "x.html"
-    code, out, err = run([log, "--html", str(page), "--json", "-"], monkeypatch, capsys)
+    code, out, err = why(log, "--html", str(page), "--json", "-")
     assert code == 1
     value = json.loads(out)
     assert value["schema"] == "asynckv.why/1"
@@ -518,11 +503,11 @@ def test_files_and_stdout(
 
 
 def test_of_too_many_those_that_went_wrong_are_kept(
-    log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: Why
 ) -> None:
     monkeypatch.setattr(why_page, "MOST_SHOWN", 4)
     page = tmp_path / "x.html"
-    run([log, "--html", str(page)], monkeypatch, capsys)
+    why(log, "--html", str(page))
     text = page.read_text()
     assert "7 more that went well and were shorter are left out" in text
     assert {x["request_id"] for x in page_data(text)["requests"]} >= {"chat-8", "chat-20", "chat-21"}

@@ -25,7 +25,7 @@ from tests.lab.logs import BEGIN
 from tests.lab.script import make_script
 from tests.lab.truth import watch
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SHIFT = 5.0
 SIMULATED_S = 200.0

@@ -10,7 +10,7 @@ import torch
 
 from asynckv import Engine, EngineConfig, NixlConfig, PrefillRanks, register_tensors
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nixl]
+pytestmark = pytest.mark.nixl
 
 TOKENS, DIM, LAYERS, BLOCKS = 150, 8, 2, 12
 UNWRITTEN = -7.0

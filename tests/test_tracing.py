@@ -23,10 +23,8 @@ from asynckv.observe import tracing
 from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.router import Router
 from asynckv.tools.proxy.server import serving
-from tests.engines import Bench, Side, until
+from tests.engines import Bench, Side, turn_loop, until
 from tests.observed import QUICK, end, passing, story
-
-pytestmark = pytest.mark.anyio
 
 TRACEPARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -139,8 +137,7 @@ async def test_durations_of_spans_are_those_of_the_log(sim: Bench, spans: Spans)
         await until(lambda: decode.data is not None and decode.data.running)
         for _ in range(30):
             sim.clock.advance(0.1)
-            for _ in range(5):
-                await asyncio.sleep(0)
+            await turn_loop(5)
         decode.data.finish()
         result = await task
         (pull,) = spans.of("asynckv.pull", "d")

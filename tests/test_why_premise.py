@@ -22,7 +22,6 @@ from asynckv.tools.diagnose.causes import HEADING
 from tests.engines import Bench, Side, until
 from tests.test_why_engines import DECODE, answer, found_in
 
-pytestmark = pytest.mark.anyio
 ALL = PullConfig(second_look=1.0, second_look_bytes="all")
 
 

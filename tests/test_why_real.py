@@ -15,7 +15,7 @@ import pytest
 from asynckv.tools.bench.processes import ROOT
 from tests.lab.fleet import Fleet, Process
 
-pytestmark = [pytest.mark.anyio, pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.nixl, pytest.mark.slow, pytest.mark.timeout(120)]
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
 PATIENCE_S = 30.0
 

@@ -41,8 +41,6 @@ from tests.engines import memory, open_files, until
 from tests.lab.attack import HANDSHAKE_COMMANDS
 from tests.lab.strangers import Proxy
 
-pytestmark = pytest.mark.anyio
-
 LOOPBACK = "tcp://127.0.0.1:0"
 PATIENCE_S = 20.0
 

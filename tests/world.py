@@ -483,11 +483,14 @@ class World(Fabric):
         ending = Ending.FAILED if transfer.is_detached else Ending.DONE
         self.tell(rank, TransferEnded(transfer_id, ending, difference=transfer.difference))
 
+    def complete_reads(self, rank: Rank) -> None:
+        for transfer_id in list(rank.reads):
+            self.complete(rank, transfer_id)
+
     def complete_all(self) -> None:
         while any(r.reads for r in self.ranks.values()):
             for rank in self.ranks.values():
-                for transfer_id in list(rank.reads):
-                    self.complete(rank, transfer_id)
+                self.complete_reads(rank)
 
     def tell(self, rank: Rank, news: TransferEnded) -> None:
         if news.ending not in (Ending.IN_DOUBT, Ending.DETACHED):

@@ -54,7 +54,7 @@ from tests.lab.ahead_script import (
 from tests.lab.decoder import OWN_S, STEP_S
 from tests.lab.doors import Doors
 from tests.lab.following import DEATH_S, FollowService, Lines, _in_one_go
-from tests.lab.oracles import Wire, check_belief, wrong_in
+from tests.lab.oracles import Wire, wrong_in
 from tests.lab.script import Fault
 from tests.lab.service import (
     COPY_BYTES,
@@ -701,7 +701,7 @@ class Prefill(Side):
 
         def overwrite() -> None:
             if rank.process is process and not process.is_dead and job.computation not in rank.dropped:
-                self.service.check_belief(rank, key, bool(job.ask.recall))
+                self.service.check_belief(rank, key, job.ask)
                 rank.overwrite(job.blocks, job.computation)
 
         self.world.at(process.now, overwrite)
@@ -899,6 +899,7 @@ class AheadService(Stage):
     _meet_forget: Any = Service._meet_forget
     _meet_garbage: Any = Service._meet_garbage
     _meet_hostile: Any = Service._meet_hostile
+    check_belief: Any = Service._check_belief
 
     def __init__(
         self, script: AheadScript, doors: Callable[[Process], Doors] = Doors, listeners: Sequence[Listener] = ()
@@ -1069,20 +1070,6 @@ class AheadService(Stage):
         return encode_packet(found.sender, found.target, left) if left else b""
 
     # -- judgement ---------------------------------------------------------------------------------------
-
-    def check_belief(self, rank: Rank, key: Key, may_recall: bool) -> None:
-        """No reader believes in a promise of blocks that their owner has back."""
-        readers = [
-            (r.process, r.engine._driver.core)
-            for side in self.decoders
-            for r in side.ranks
-            if not r.process.is_dead and r.engine._home.is_settled
-        ]
-        incarnation, now = rank.engine.incarnation, self.world.now
-        is_confirmed = partial(self.wire.is_confirmed, incarnation, key.token) if may_recall else None
-        wrong = check_belief(readers, key, incarnation, now, is_confirmed)
-        if wrong := wrong or self.wire.freed(key.token, incarnation, now):
-            self.world.violate(f"blocks were given back on {rank.name}, but {wrong}")
 
     def _check(self) -> None:
         """Everything has had its time: one outcome each, nothing is left, and all blocks are free."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,33 +18,11 @@ from asynckv.core.types import FollowParams, Reason, decode_params
 from asynckv.core.wire import Follow, Offered, decode_offer, encode_offer
 from asynckv.embed import Announce, Cancel
 from asynckv.embed.ledgers import DecodeLedger, PrefillLedger
-from tests.lab.mutations import LONG, Plant, configured
-from tests.lab.rigged import Rank, Rigged, Said
-from tests.lab.world import Process
+from tests.lab.mutations import LONG, Bugs, configured
+from tests.lab.rigged import Rank, Said
 
-PLANTED: dict[str, Plant] = {}
-INSIDE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
-"""Replacements that a bug needs besides what a rank does, or that are the bug."""
-
-
-def planted(plant: Plant) -> Plant:
-    PLANTED[plant.__name__] = plant
-    return plant
-
-
-def inside(name: str = "") -> Callable[[Callable[[pytest.MonkeyPatch], None]], None]:
-    def add(patch: Callable[[pytest.MonkeyPatch], None]) -> None:
-        INSIDE[name or patch.__name__] = patch
-        PLANTED.setdefault(name or patch.__name__, lambda rank: None)
-
-    return add
-
-
-def doors(name: str, patch: pytest.MonkeyPatch) -> Callable[[Process], Rigged]:
-    """Return what makes the ranks of a simulated service have a planted bug."""
-    if name in INSIDE:
-        INSIDE[name](patch)
-    return partial(Rigged, plant=PLANTED[name])
+BUGS = Bugs()
+PLANTED, planted, inside, replaced, doors = BUGS.plants, BUGS.planted, BUGS.within, BUGS.replaced, BUGS.doors
 
 
 # -- offers ------------------------------------------------------------------------------------------------------------
@@ -126,10 +103,8 @@ def what_is_revoked_is_offered(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Offers, "answer", answer)
 
 
-@inside()
-def a_second_request_under_a_ticket(patch: pytest.MonkeyPatch) -> None:
-    """A scheduler takes each ticket for its request's own."""
-    patch.setattr(PrefillLedger, "take_ticket", lambda ledger, ticket: True)
+# A scheduler takes each ticket for its request's own.
+replaced("a_second_request_under_a_ticket", PrefillLedger, "take_ticket", lambda ledger, ticket: True)
 
 
 @inside()
@@ -146,16 +121,11 @@ def a_second_loan_under_a_ticket(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Offers, "lend", lend)
 
 
-@inside()
-def a_ticket_that_outlives_its_request(patch: pytest.MonkeyPatch) -> None:
-    """A rank forgets that a loan has ended."""
-    patch.setattr(Offers, "lease_ended", lambda offers, key, reason: None)
+# A rank forgets that a loan has ended.
+replaced("a_ticket_that_outlives_its_request", Offers, "lease_ended", lambda offers, key, reason: None)
 
-
-@inside()
-def a_dropped_request_keeps_its_ticket(patch: pytest.MonkeyPatch) -> None:
-    """A scheduler tells no rank that a request has ended without a loan."""
-    patch.setattr(PrefillLedger, "withdraw_ticket", lambda ledger, ticket: None)
+# A scheduler tells no rank that a request has ended without a loan.
+replaced("a_dropped_request_keeps_its_ticket", PrefillLedger, "withdraw_ticket", lambda ledger, ticket: None)
 
 
 @inside()
@@ -270,10 +240,8 @@ def _misled(rank: Rank) -> None:
 PLANTED["params_of_another_engine_taken"] = PLANTED.pop("_misled")
 
 
-@inside()
-def late_offers_are_kept(patch: pytest.MonkeyPatch) -> None:
-    """What is offered too late is not released by the rank that is offered it."""
-    patch.setattr(RankCore, "_release_late", lambda core, following, now: None)
+# What is offered too late is not released by the rank that is offered it.
+replaced("late_offers_are_kept", RankCore, "_release_late", lambda core, following, now: None)
 
 
 # -- schedulers --------------------------------------------------------------------------------------------------------
@@ -316,31 +284,21 @@ def ordering_no(kind: type, honest: Callable[..., None]) -> Callable[..., None]:
     return method
 
 
-@inside()
-def no_claim_before_there_are_blocks(patch: pytest.MonkeyPatch) -> None:
-    """A request that was offered is not announced."""
-    patch.setattr(DecodeLedger, "_take_offer", ordering_no(Announce, DecodeLedger._take_offer))
+# A request that was offered is not announced.
+replaced(
+    "no_claim_before_there_are_blocks", DecodeLedger, "_take_offer", ordering_no(Announce, DecodeLedger._take_offer)
+)
 
+# A scheduler lets the other ranks of its engine keep what one was offered too late.
+replaced("offers_that_nobody_needs_are_kept", DecodeLedger, "offered", ordering_no(Cancel, DecodeLedger.offered))
 
-@inside()
-def offers_that_nobody_needs_are_kept(patch: pytest.MonkeyPatch) -> None:
-    """A scheduler lets the other ranks of its engine keep what one was offered too late."""
-    patch.setattr(DecodeLedger, "offered", ordering_no(Cancel, DecodeLedger.offered))
+# Nobody releases what is offered for a prompt that is cached whole.
+replaced("a_cached_prompt_is_followed_no_more", DecodeLedger, "release", DecodeLedger.cancel)
 
+# A rank in the place of one that died follows nothing.
+replaced(
+    "a_dead_rank_takes_its_follows_along", DecodeLedger, "rank_joined", ordering_no(object, DecodeLedger.rank_joined)
+)
 
-@inside()
-def a_cached_prompt_is_followed_no_more(patch: pytest.MonkeyPatch) -> None:
-    """Nobody releases what is offered for a prompt that is cached whole."""
-    patch.setattr(DecodeLedger, "release", DecodeLedger.cancel)
-
-
-@inside()
-def a_dead_rank_takes_its_follows_along(patch: pytest.MonkeyPatch) -> None:
-    """A rank in the place of one that died follows nothing."""
-    patch.setattr(DecodeLedger, "rank_joined", ordering_no(object, DecodeLedger.rank_joined))
-
-
-@inside()
-def a_refusal_of_one_rank_is_passed_over(patch: pytest.MonkeyPatch) -> None:
-    """A scheduler waits on for a request that a rank is not offered."""
-    patch.setattr(DecodeLedger, "not_offered", lambda ledger, rank, failed: None)
+# A scheduler waits on for a request that a rank is not offered.
+replaced("a_refusal_of_one_rank_is_passed_over", DecodeLedger, "not_offered", lambda ledger, rank, failed: None)

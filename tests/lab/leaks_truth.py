@@ -346,11 +346,12 @@ def one(
     return found, counts
 
 
-def _chunk(work: tuple[str, Sequence[int]], modes: Sequence[str]) -> tuple[list[Disagreement], Counter[str]]:
+def judged(kind: str, seeds: Sequence[int], modes: Sequence[str]) -> tuple[list[Disagreement], Counter[str]]:
+    """Judge several services."""
     found: list[Disagreement] = []
     counts: Counter[str] = Counter()
-    for seed in work[1]:
-        disagreements, more = one(seed, work[0], modes)
+    for seed in seeds:
+        disagreements, more = one(seed, kind, modes)
         found += disagreements
         counts += more
     return found, counts
@@ -364,7 +365,7 @@ def many(
     found: list[Disagreement] = []
     counts: Counter[str] = Counter()
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for disagreements, more in pool.imap(partial(_chunk, modes=modes), work):
+        for disagreements, more in pool.starmap(partial(judged, modes=modes), work):
             found += disagreements
             counts += more
     return found, counts

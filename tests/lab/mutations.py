@@ -1,8 +1,8 @@
 """Bugs planted on purpose, one at a time: each breaks one rule of the design, and the simulation must see it.
 
 Each is said by what a rank with that bug does, as it is seen from outside: at its doors (`rigged.py`). So none of
-them knows how the engine is made, and none is lost when that changes. The few in `INSIDE` break what cannot be seen
-from there: they replace public functions instead.
+them knows how the engine is made, and none is lost when that changes. The few that are `inside` break what cannot be
+seen from there: they replace public functions instead.
 """
 
 from __future__ import annotations
@@ -62,9 +62,46 @@ from tests.lab.rigged import Aliases, EarlyEnd, Other, Rank, Rigged, Said, key_o
 from tests.lab.world import Process
 
 Plant = Callable[[Rank], None]
-PLANTED: dict[str, Plant] = {}
-INSIDE: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
-"""Replacements in the core that a mutation needs besides."""
+
+
+class Bugs:
+    """Bugs by name, and how ranks are given one.
+
+    Attributes:
+        plants: What a rank does that has the bug.
+        inside: Replacements that a bug needs besides, or that are the bug.
+    """
+
+    def __init__(self) -> None:
+        self.plants: dict[str, Plant] = {}
+        self.inside: dict[str, Callable[[pytest.MonkeyPatch], None]] = {}
+
+    def planted(self, plant: Plant) -> Plant:
+        self.plants[plant.__name__] = plant
+        return plant
+
+    def within(self, name: str = "") -> Callable[[Callable[[pytest.MonkeyPatch], None]], None]:
+        """Register a bug that no door shows, or what a planted one needs besides."""
+
+        def add(patch: Callable[[pytest.MonkeyPatch], None]) -> None:
+            self.inside[name or patch.__name__] = patch
+            self.plants.setdefault(name or patch.__name__, lambda rank: None)
+
+        return add
+
+    def replaced(self, name: str, owner: object, what: str, other: object) -> None:
+        """Register a bug that is another value or function in one place."""
+        self.within(name)(lambda patch: patch.setattr(owner, what, other))
+
+    def doors(self, name: str, patch: pytest.MonkeyPatch) -> Callable[[Process], Rigged]:
+        """Return what makes the ranks of a simulated service have a planted bug."""
+        if name in self.inside:
+            self.inside[name](patch)
+        return partial(Rigged, plant=self.plants[name])
+
+
+BUGS = Bugs()
+PLANTED, planted, inside, replaced, doors = BUGS.plants, BUGS.planted, BUGS.within, BUGS.replaced, BUGS.doors
 
 MARGIN = 1e-3
 """By how much clocks may differ."""
@@ -72,28 +109,6 @@ MARGIN = 1e-3
 ANSWERS = (Granted, NotYet, Refused)
 ASKS = (Claim, Renew)
 LONG = 1e5
-
-
-def planted(plant: Plant) -> Plant:
-    PLANTED[plant.__name__] = plant
-    return plant
-
-
-def inside(name: str = "") -> Callable[[Callable[[pytest.MonkeyPatch], None]], None]:
-    """Register a bug that no door shows, or what a planted one needs besides."""
-
-    def add(patch: Callable[[pytest.MonkeyPatch], None]) -> None:
-        INSIDE[name or patch.__name__] = patch
-        PLANTED.setdefault(name or patch.__name__, lambda rank: None)
-
-    return add
-
-
-def doors(name: str, patch: pytest.MonkeyPatch) -> Callable[[Process], Rigged]:
-    """Return what makes the ranks of a simulated service have a planted bug."""
-    if name in INSIDE:
-        INSIDE[name](patch)
-    return partial(Rigged, plant=PLANTED[name])
 
 
 # -- what several have in common ---------------------------------------------------------------------------------------
@@ -525,10 +540,8 @@ def whoever_has_not_spoken_up_is_not_owed(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(WHEN, LeaseState.LENT, {all_known_have_released: LeaseState.RELEASED, **WHEN[LeaseState.LENT]})
 
 
-@inside()
-def one_lost_reader_ends_a_lease(patch: pytest.MonkeyPatch) -> None:
-    """A lease ends early when one of several owed readers is gone."""
-    patch.setattr(Lease, "is_forsaken", lambda lease: not lease.grants and bool(lease.gone))
+# A lease ends early when one of several owed readers is gone.
+replaced("one_lost_reader_ends_a_lease", Lease, "is_forsaken", lambda lease: not lease.grants and bool(lease.gone))
 
 
 @planted
@@ -1033,10 +1046,8 @@ def differences_are_judged_before_the_proof(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Pull, "looked", looked)
 
 
-@inside()
-def differences_are_tried_again(patch: pytest.MonkeyPatch) -> None:
-    """The engine reads once more what has differed."""
-    patch.setattr(attempts, "RETRYABLE", attempts.RETRYABLE | {Reason.DIFFERS})
+# The engine reads once more what has differed.
+replaced("differences_are_tried_again", attempts, "RETRYABLE", attempts.RETRYABLE | {Reason.DIFFERS})
 
 
 # -- custody of blocks -------------------------------------------------------------------------------------------------
@@ -1413,10 +1424,8 @@ def copies_are_packed_backwards(rank: Rank) -> None:
         return said.but(recipe=msgspec.structs.replace(recipe, boxes=boxes))
 
 
-@inside()
-def copies_stay_after_their_grants(patch: pytest.MonkeyPatch) -> None:
-    """Packed copies keep their slots when their request is over."""
-    patch.setattr(Copies, "settle", lambda self, lease: None)
+# Packed copies keep their slots when their request is over.
+replaced("copies_stay_after_their_grants", Copies, "settle", lambda self, lease: None)
 
 
 @planted

@@ -33,7 +33,7 @@ from asynckv.geometry.layout import Group, Layout, Memory, TokenShard, attention
 from asynckv.results import LeaseEnd
 from asynckv.scheduler import PrefillRanks
 from asynckv.testing.fabric import Transfer
-from tests.lab.ahead_script import AheadScript
+from tests.lab.ahead_script import AheadAsk, AheadScript
 from tests.lab.doors import Doors
 from tests.lab.hostile import Hostile
 from tests.lab.looking import Filling, coordinates, few_places
@@ -941,22 +941,20 @@ class Service(Stage):
         for owner, holder_process, lease in self.leases:
             is_cut = lease.lent.params["request_id"] in cut
             if owner is rank and holder_process is process and lease.ended in ("", "closed") and not is_cut:
-                self._check_belief(rank, lease.lent)
+                self._check_belief(rank, lease.lent.key, lease.lent.ask)
 
-    def _check_belief(self, rank: Rank, lent: Lent) -> None:
+    def _check_belief(self, rank: StagedRank, key: Key, ask: Ask | AheadAsk) -> None:
+        """No reader believes in a promise of blocks that their owner has back."""
         readers = [
             (r.process, r.engine._driver.core)
-            for e in self.decode
-            for r in e
+            for r in self.ranks.values()
             if not r.process.is_dead and r.engine._home.is_settled
         ]
-        key, incarnation, is_confirmed = lent.key, rank.engine.incarnation, None
-        if lent.ask.recall:
-            is_confirmed = partial(self.wire.is_confirmed, incarnation, key.token)
-        now = self.world.now
+        incarnation, now = rank.engine.incarnation, self.world.now
+        is_confirmed = partial(self.wire.is_confirmed, incarnation, key.token) if ask.recall else None
         wrong = check_belief(readers, key, incarnation, now, is_confirmed)
         if wrong := wrong or self.wire.freed(key.token, incarnation, now):
-            self.world.violate(f"request {lent.ask.number} was given back on {rank.name}, but {wrong}")
+            self.world.violate(f"request {ask.number} was given back on {rank.name}, but {wrong}")
 
     def _meet_forget(self, rank: Rank, fault: Fault) -> None:
         for other in self.ranks.values():
@@ -1219,7 +1217,7 @@ class Service(Stage):
         if cause == "closed" and process in self.hasty:
             return  # its memory stays what it is until it dies
         if not rank.process.is_dead:
-            self._check_belief(rank, lent)
+            self._check_belief(rank, lent.key, lent.ask)
         self._given_back(rank, lent)
 
     def _given_back(self, rank: Rank, lent: Lent) -> None:

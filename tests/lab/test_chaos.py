@@ -42,7 +42,6 @@ def children() -> set[str]:
     return set(Path("/proc/thread-self/children").read_text().split())
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("name", sorted(chaos.SCENARIOS.keys() - {"survive"}))  # which is the next test
 async def test_what_is_published_is_right_whatever_breaks(name: str) -> None:
     before = children()
@@ -54,7 +53,6 @@ async def test_what_is_published_is_right_whatever_breaks(name: str) -> None:
     assert children() <= before
 
 
-@pytest.mark.anyio
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("transport", ["tcp", "cma"])
 async def test_who_is_not_hurt_survives_whatever_happens_to_the_other_side(transport: str) -> None:
@@ -71,7 +69,6 @@ async def test_who_is_not_hurt_survives_whatever_happens_to_the_other_side(trans
     assert children() <= before
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(("name", "transport"), [*((name, "tcp") for name in SHORT), ("sleep", "auto")])
 async def test_what_is_promised_holds_under_pressure(name: str, transport: str) -> None:
     before = children()
@@ -138,7 +135,6 @@ def test_nobody_notices_an_attack(capsys: pytest.CaptureFixture[str]) -> None:
     assert causes <= with_keys["prefill"].keys()
 
 
-@pytest.mark.anyio
 async def test_a_stranger_that_is_answered_would_be_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with arena("open", 1) as place:
         work = attack.Attack(place, 100, lambda _: None)

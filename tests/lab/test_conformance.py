@@ -11,8 +11,6 @@ from asynckv.edges.survivor.process import ServingPlane
 from asynckv.testing import SimControl, SimData, SimNetwork
 from tests.lab.conformance import check_control_plane, check_data_plane
 
-pytestmark = pytest.mark.anyio
-
 
 async def test_simulated_control_plane() -> None:
     network = SimNetwork()

@@ -30,7 +30,7 @@ from tests.lab.fleet import (
     usage,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 
 class Side:

@@ -6,33 +6,23 @@ A thousand services are judged by `python -m tests.lab.leaks_truth`; here are so
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.lab.leaks_truth import MODES, Disagreement, one
+from tests.lab.leaks_truth import MODES, judged, one
 from tests.lab.leaky import make_leaky
 from tests.lab.mishaps import MISHAPS
 from tests.lab.truth import watch
 
+pytestmark = pytest.mark.slow
+
 LEAKY, FAULTS = range(24), range(24, 48)
 
 
-def judged(kind: str, seeds: range, modes: Sequence[str] = MODES[:3]) -> tuple[list[Disagreement], Counter[str]]:
-    found: list[Disagreement] = []
-    counts: Counter[str] = Counter()
-    for seed in seeds:
-        disagreements, more = one(seed, kind, modes)
-        found += disagreements
-        counts += more
-    return found, counts
-
-
-@pytest.mark.slow
 def test_every_late_request_is_named_with_its_true_cause_and_none_else() -> None:
-    found, counts = judged("leaky", LEAKY)
+    found, counts = judged("leaky", LEAKY, MODES[:3])
     assert found == []
     assert counts["late requests"] > 30
     assert counts["requests"] > 3 * counts["late requests"]
@@ -42,14 +32,12 @@ def test_every_late_request_is_named_with_its_true_cause_and_none_else() -> None
     assert counts["decode.stuck_transfer"] + counts["decode.timeout_too_short"] > 3
 
 
-@pytest.mark.slow
 def test_so_it_is_where_everything_goes_wrong_at_once() -> None:
-    found, counts = judged("faults", FAULTS)
+    found, counts = judged("faults", FAULTS, MODES[:3])
     assert found == []
     assert counts["late requests"] > 10
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "kind"),
     # Where all goes wrong at once, a torn file of a rank that is restarted looks as if it had died while it lent.
@@ -77,7 +65,6 @@ def changed(event: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> C
     return edit
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seeds", "edit", "what"),
     [
@@ -94,7 +81,6 @@ def test_the_judge_sees_what_logs_hide(seeds: range, edit: Callable[[str], str],
     assert what in whats
 
 
-@pytest.mark.slow
 def test_a_witness_knows_what_is_late_without_any_log() -> None:
     for seed in range(40):
         script = make_leaky(seed)
@@ -110,7 +96,6 @@ def test_a_witness_knows_what_is_late_without_any_log() -> None:
     assert all("never_asked" in owed.whys for lease in leases for owed in lease.owed)
 
 
-@pytest.mark.slow
 def test_every_mishap_befalls_somebody() -> None:
     kinds = {x.kind for seed in range(200) for x in make_leaky(seed).mishaps}
     assert kinds == set(MISHAPS)

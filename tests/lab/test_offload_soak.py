@@ -10,7 +10,7 @@ import pytest
 from tests.lab.caches import GroupKind, Model, PartKind, Shape
 from tests.lab.soak_offload import HASH_TOKENS, Life, soak
 
-pytestmark = [pytest.mark.nixl, pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.nixl, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("seed", range(3))

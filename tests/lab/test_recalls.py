@@ -13,7 +13,6 @@ GOOD = Counter(
 )
 
 
-@pytest.mark.anyio
 @pytest.mark.nixl
 @pytest.mark.slow
 @pytest.mark.timeout(120)

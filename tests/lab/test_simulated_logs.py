@@ -84,7 +84,6 @@ def test_the_command_writes_them(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "--logs" in capsys.readouterr().err
 
 
-@pytest.mark.anyio
 async def test_what_should_have_been_done_before_is_no_sign_that_the_loop_was_away(sim: Bench) -> None:
     async with sim.pair() as (_, decode, _):
         # As it is for a peer whose pause was over long before its last release was given up (seed 94 of `make_leaky`).

@@ -9,7 +9,6 @@ from tests.lab import tickets
 pytestmark = [pytest.mark.slow, pytest.mark.nixl, pytest.mark.timeout(240)]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("prefill", "decode", "victims"),
     [(2, 1, ("prefill",)), (1, 2, ("decode",)), (2, 2, ("prefill", "decode", "router"))],
@@ -25,7 +24,6 @@ async def test_what_followers_read_is_right_and_nothing_is_left(
     assert found["clients"].keys() <= {"200", "503", "left", "router_lost"}
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
     ("prefill", "decode", "victims", "sizes"),
     [

@@ -96,7 +96,6 @@ LEFT_TO_THE_COMMAND = [
 
 @pytest.mark.slow
 @pytest.mark.nixl
-@pytest.mark.anyio
 @pytest.mark.timeout(300)
 async def test_what_is_wrong_is_named_and_nothing_else() -> None:
     assert set(LEFT_TO_THE_COMMAND) < set(CAUSES)
@@ -112,7 +111,6 @@ async def test_what_is_wrong_is_named_and_nothing_else() -> None:
 
 @pytest.mark.slow
 @pytest.mark.nixl
-@pytest.mark.anyio
 @pytest.mark.timeout(150)
 async def test_schedulers_that_hang_are_named_in_each_way() -> None:
     stuck = {
@@ -130,7 +128,6 @@ async def test_schedulers_that_hang_are_named_in_each_way() -> None:
 
 @pytest.mark.slow
 @pytest.mark.nixl
-@pytest.mark.anyio
 @pytest.mark.timeout(150)
 async def test_no_client_and_no_operator_notices_a_rollout() -> None:
     found = await alert_live.rollout(away_s=0.5, apart_s=0.0, is_scraped=False)

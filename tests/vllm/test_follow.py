@@ -23,7 +23,7 @@ from asynckv.integrations.vllm.connector import AsyncKVConnector
 from asynckv.integrations.vllm.handover import FollowReports
 from asynckv.integrations.vllm.scheduler import REPORT_S
 from tests.vllm.schedulers import DENSE, HYBRID, WINDOW, Group, Side, Told
-from tests.vllm.test_scheduler import FORGETFUL, SHAPES, is_clean, num_read, prompt_of
+from tests.vllm.test_scheduler import FORGETFUL, SHAPES, is_clean, num_read, prompt_of, settle
 
 WHERE = "asynckv.integrations.vllm.scheduler"
 tickets = (f"{number:032x}" for number in itertools.count(0xA5_0000))
@@ -255,8 +255,7 @@ def test_a_request_follows_and_gets_blocks_when_it_was_offered(groups: tuple[Gro
     assert pull.num_tokens == 100 - side.half.shape.back_off
     side.step(loaded=["a"])
     assert side.ended("a").tokens == {"a": [7]}
-    side.step()
-    assert is_clean(side)
+    settle(side)
     assert counted(side, "prompts") == {"with_params": 1}
 
 
@@ -270,8 +269,7 @@ def test_a_pull_has_the_id_that_vllm_knows_however_often_it_is_used() -> None:
         assert side.step().only(Pull).request_id == "a"
         side.step(loaded=["a"])
         side.ended("a")
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 def test_a_request_that_follows_stops_nobody_else() -> None:
@@ -312,8 +310,7 @@ def test_an_offer_of_another_prompt_is_released_and_the_prompt_computed() -> Non
     assert Pull not in told.kinds()
     assert (told.tokens or side.step().tokens) == {"a": [7]}
     assert counted(side, "computed_locally") == {"other_prompt": 1}
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["in turn", "overlapping"])
@@ -332,8 +329,7 @@ def test_a_follower_that_is_refused_fails_as_a_load(policy: str, asynchronous: b
         else:
             assert not told.reasons
             assert side.ended("a").reasons == {"a": "length"}
-        side.step()
-        assert is_clean(side)
+        settle(side)
     assert counted(side, "failed") == {"no_offer": 3}
 
 
@@ -482,8 +478,7 @@ def test_a_prompt_that_is_cached_whole_while_it_waits_begins() -> None:
     assert side.step().tokens == {"b": [7]}
     assert side.step().tokens == {"a": [7]}
     side.finish(side.scheduler.schedule(), reports=refusal("a"))
-    side.step()
-    assert is_clean(side)
+    settle(side)
     assert counted(side, "failed") == {}
 
 
@@ -567,8 +562,7 @@ def test_a_request_that_does_not_want_to_read_follows_nobody(marked: str) -> Non
     if immediately:
         side.abort("a")
     assert side.step().orders == []
-    side.step()
-    assert is_clean(side)
+    settle(side)
     assert counted(side, "computed_locally") == ({"not_asked": 1} if marked == "not_asked" else {})
 
 
@@ -615,8 +609,7 @@ def test_what_cannot_be_followed_is_counted_logged_once_and_never_raised(
     said = [record.getMessage() for record in caplog.records if "not understood" in record.getMessage()]
     assert len(said) == 1
     assert pair.ticket not in caplog.text
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 def test_no_line_and_no_count_shows_a_ticket(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
@@ -694,8 +687,7 @@ def test_completions_of_one_ticket_fail_together() -> None:
     side.step(reports=refusal("a"))
     assert set(side.step().reasons) == {"a", "b", "c"}
     assert counted(side, "failed") == {"no_offer": 3}
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 @pytest.mark.parametrize("offered", [False, True])

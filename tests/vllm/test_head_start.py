@@ -36,7 +36,7 @@ from asynckv.integrations.vllm.options import Options
 from asynckv.integrations.vllm.scheduler import REPORT_S
 from tests.vllm.schedulers import DENSE, HYBRID, MIXED, WINDOW, Group, Side
 from tests.vllm.test_follow import Clock, Pair, clock, counted, ended, leg, refusal, tickets  # noqa: F401
-from tests.vllm.test_scheduler import is_clean, prompt_of
+from tests.vllm.test_scheduler import is_clean, prompt_of, settle
 
 EARLY = {"head_start_tokens": 512}
 SHAPES = {"dense": DENSE, "window": WINDOW, "mixed": MIXED, "hybrid": HYBRID}
@@ -487,8 +487,7 @@ def test_a_follower_gets_blocks_at_the_first_piece_and_the_loan_fills_the_same(g
     assert pull.params["key"] == offer.offered[0].params["key"]
     side.step(loaded=["a"])
     assert side.ended("a").tokens == {"a": [7]}
-    side.step()
-    assert is_clean(side)
+    settle(side)
     assert not side.half._early
     assert counted(side, "computed_locally") == {}
 
@@ -665,8 +664,7 @@ def test_a_request_that_leaves_with_a_head_start_keeps_its_blocks_until_the_work
     side.step(loaded=["a"], failed=["a"])
     assert not side.half._early
     assert not side.half._offered
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 def test_a_head_start_without_any_report_ends_in_time(clock: Clock) -> None:  # noqa: F811

@@ -21,7 +21,7 @@ from asynckv.integrations.vllm.chain import MAX_CHAIN, chain_of, hash_tokens_of
 from asynckv.integrations.vllm.connector import AsyncKVConnector
 from asynckv.integrations.vllm.scheduler import CAUSES
 from tests.vllm.schedulers import DENSE, HYBRID, STATES, WINDOW, Group, Side
-from tests.vllm.test_scheduler import FORGETFUL, SHAPES, brought, is_clean, prompt_of
+from tests.vllm.test_scheduler import FORGETFUL, SHAPES, brought, is_clean, prompt_of, settle
 
 Given = Mapping[str, Any]
 
@@ -49,8 +49,7 @@ def test_params_of_another_prompt_of_equal_length_are_not_read(groups: tuple[Gro
     told = side.step()
     assert told.kinds() == [Cancel]
     assert (told.tokens or side.step().tokens) == {"a": [7]}
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 @FORGETFUL

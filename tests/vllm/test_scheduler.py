@@ -54,6 +54,12 @@ def is_clean(side: Side) -> bool:
     return side.is_idle() and side.num_free() == side.free_blocks and not len(side.half.pulls)
 
 
+def settle(side: Side) -> None:
+    """Make one more step, after which nothing is left."""
+    side.step()
+    assert is_clean(side)
+
+
 # -- the prefill engine -------------------------------------------------------------------------------
 
 
@@ -189,15 +195,13 @@ def test_of_a_request_that_was_preempted_and_has_no_blocks_nothing_is_lent() -> 
 def test_without_workers_nothing_is_lent() -> None:
     side = Side(is_connected=False)
     assert side.prefill("a", prompt_of(100)) is None
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 def test_a_name_that_cannot_be_sent_lends_nothing() -> None:
     side = Side()
     assert side.prefill("a\ud800", prompt_of(100)) is None
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 def test_a_request_without_params_is_none_of_ours() -> None:
@@ -439,8 +443,7 @@ def test_log_probabilities_of_a_prompt_are_computed_and_its_blocks_given_back_at
     side.abort("first")
     told = side.step()
     assert (told.orders, told.tokens) == ([], {"a": [7]})
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 def test_a_full_hit_is_discharged_and_nothing_is_reported() -> None:
@@ -455,8 +458,7 @@ def test_a_full_hit_is_discharged_and_nothing_is_reported() -> None:
     told = side.step()
     assert told.kinds() == [Cancel]
     assert told.tokens == {"a": [7]}
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 def test_a_request_that_waits_is_announced_once_and_pulled_when_its_turn_comes() -> None:
@@ -553,8 +555,7 @@ def test_an_abort_gives_back_what_is_lent_still_in_every_stage(stage: str) -> No
         assert side.step().orders == []
         side.step(failed=["a"])
     side.abort("first")
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 def test_an_abort_in_the_step_that_reports_asks_for_nothing_wrong() -> None:
@@ -577,8 +578,7 @@ def test_a_failed_load_fails_its_request_alone(groups: tuple[Group, ...]) -> Non
     told = side.step(failed=["a"], loaded=["b"])
     assert told.reasons == {"a": "error"}
     assert side.step().tokens == {"b": [7]}
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 @pytest.mark.parametrize("other", [(), ("b",)], ids=["alone", "with another's load"])
@@ -615,8 +615,7 @@ def test_a_failed_load_is_computed_instead(groups: tuple[Group, ...]) -> None:
             break
     assert told.tokens == {"a": [7]}
     assert request.num_preemptions == 0
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["one at a time", "overlapping"])
@@ -671,8 +670,7 @@ def test_siblings_read_once_and_the_others_wait_for_it(is_same: bool) -> None:
     assert told.orders == []
     assert told.tokens == {"a": [7], "b": [7], "c": [7]}
     side.step()
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 def test_a_sibling_that_comes_late_does_not_read() -> None:
@@ -720,8 +718,7 @@ def test_siblings_of_one_that_was_aborted_compute(steps: int) -> None:
         side.step(failed=["a"])
     tokens = told.tokens or side.step().tokens
     assert tokens == {"b": [7]}
-    side.step()
-    assert is_clean(side)
+    settle(side)
 
 
 def test_a_sibling_that_leaves_takes_nothing_from_the_one_that_reads() -> None:
@@ -774,5 +771,4 @@ def test_params_that_are_no_dictionary_are_taken_from_vllm_before_it_trips() -> 
         request = side.add(f"r{next(numbers)}", prompt_of(5), given, 1)
         assert request.kv_transfer_params is None
     side.step()
-    side.step()
-    assert is_clean(side)
+    settle(side)
