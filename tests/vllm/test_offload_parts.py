@@ -717,6 +717,7 @@ def test_files_are_not_used_where_workers_have_another_memory(caplog: pytest.Log
     kept = Kept(blocks=0, is_joined=False)
     context = ReqContext("r")
     kept.manager.prepare_store([key(1)], context)
+    caplog.clear()  # other tests may have set vLLM's logger to INFO
     with caplog.at_level("ERROR", "vllm.asynckv"):
         kept.manager.complete_store([key(1)], context)
         (said,) = caplog.messages
