@@ -72,6 +72,12 @@ PAGE = 4096
 WITHIN_S = 20.0
 
 
+@pytest.fixture(autouse=True)
+def _level(caplog: pytest.LogCaptureFixture) -> None:
+    """Other tests may have set vLLM's logger to INFO."""
+    caplog.set_level("WARNING", "vllm.asynckv")
+
+
 def config(extra: Mapping[str, Any] | None = None, block_bytes: int = PAGE, **fields: Any) -> OffloadingConfig:
     given = {"spec_name": "AsyncKVOffloadingSpec", "spec_module_path": "asynckv.integrations.vllm.offload"}
     return OffloadingConfig(
@@ -717,7 +723,6 @@ def test_files_are_not_used_where_workers_have_another_memory(caplog: pytest.Log
     kept = Kept(blocks=0, is_joined=False)
     context = ReqContext("r")
     kept.manager.prepare_store([key(1)], context)
-    caplog.clear()  # other tests may have set vLLM's logger to INFO
     with caplog.at_level("ERROR", "vllm.asynckv"):
         kept.manager.complete_store([key(1)], context)
         (said,) = caplog.messages
