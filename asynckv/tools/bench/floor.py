@@ -111,10 +111,7 @@ class Floor:
         return plan_read(self._map, BlockLists(mine, params.groups, params.num_tokens))
 
     def _wrong(self, works: Sequence[p.Work]) -> int:
-        return sum(
-            self._pool.check(work.number, work.lists, work.tokens, (work.chunk_tokens, work.chunks))[1]
-            for work in works
-        )
+        return sum(self._pool.check(x.number, x.lists, x.tokens, x.prefix)[1] for x in works)
 
 
 def latencies(ends: Sequence[float], concurrency: int) -> list[float]:

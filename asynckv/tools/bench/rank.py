@@ -108,7 +108,7 @@ class Worker:
             for there, (first, blocks) in zip(filled, work.lists, strict=True):
                 new.append((first, [None if b in there else b for b in blocks]))
                 there.update(b for b in blocks if b is not None)
-            self.pool.fill(work.number, new, work.tokens, (work.chunk_tokens, work.chunks))
+            self.pool.fill(work.number, new, work.tokens, work.prefix)
         for work in pulled:
             self.pool.poison(work.lists)
 
@@ -216,7 +216,7 @@ class Worker:
         if self.options.verify == "off":
             return p.Verified(0, wanted, 0)
         self.pool.fetch()
-        found = [self.pool.check(x.number, x.lists, x.tokens, (x.chunk_tokens, x.chunks)) for x in works]
+        found = [self.pool.check(x.number, x.lists, x.tokens, x.prefix) for x in works]
         return p.Verified(sum(compared for compared, _ in found), wanted, sum(wrong for _, wrong in found))
 
     async def finish(self, patience_s: float) -> p.Ended:
