@@ -83,7 +83,7 @@ class Do(Struct, tag=True):
 
 
 class Done(Struct, tag=True):
-    cpu_s: float
+    cpu_s: float = 0.0  # only `lend` has figures
     lent_at: float = 0.0  # by the clock of this host
 
 

@@ -71,7 +71,6 @@ class Worker:
         self.works: list[p.Work] = []
         self.filled: list[p.Work] = []
         self.lent: list[tuple[p.Work, LentRequest]] = []
-        self.lent_at = 0.0
         self.outcomes: list[p.Outcome] = []
         self.sampler = LagSampler()
         self.stopping = threading.Event()
@@ -85,20 +84,20 @@ class Worker:
             await anyio.to_thread.run_sync(self._fill, lent, pulled)
             await self.pool.publish()
 
-    async def lend(self) -> float:
-        """Lend what was filled, with `--chunks` once it is computed; return the CPU time from which on it counts."""
+    async def lend(self) -> p.Done:
+        """Lend what was filled, with `--chunks` once it is computed; tell the CPU time from which on it counts."""
         garbage.settle()
         cpu = time.process_time()
         if self.options.chunks:
             ranks = PrefillRanks(self.setup.engine_id, [self.engine.endpoint], lease=self.options.lease)
             for work in self.filled:
                 await head_start.compute(self.engine, ranks, work, self.options.computed_s / self.options.chunks)
-        self.lent_at = time.perf_counter()
+        lent_at = time.perf_counter()
         self.lent = [(work, self.engine.lend(work.params, ticket=work.ticket)) for work in self.filled]
         if self.options.chunks:
-            return cpu  # and no sampler, which takes as much as what is compared
+            return p.Done(cpu, lent_at)  # and no sampler, which takes as much as what is compared
         self.sampler.start()
-        return time.process_time()
+        return p.Done(time.process_time(), lent_at)
 
     def _fill(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
         filled: list[set[int]] = [set() for _ in self.setup.num_blocks]
@@ -308,7 +307,7 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
             case p.Prepare(lent, pulled):
                 await worker.prepare(lent, pulled)
             case p.Do("lend"):
-                answer = p.Done(await worker.lend(), worker.lent_at)
+                answer = await worker.lend()
             case p.Go(concurrency):
                 # The window is a task of its own, so that the loss of the driver is noticed while it is open.
                 worker.window = asyncio.create_task(_guard(worker.pull_all(concurrency, pipe), pipe))
@@ -329,7 +328,7 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
                 break
             case _:
                 assert_never(command)
-        pipe.write(answer or p.Done(time.process_time(), worker.lent_at))
+        pipe.write(answer or p.Done())
     # The driver is gone, so end the pulls that wait for their time.
     worker.stopping.set()
     return None
