@@ -287,9 +287,7 @@ def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple
     if first >= num_tokens:
         return [(first, []) for _ in layout.groups]
     pool_of = pools(layout)
-    nulls: dict[int, set[int]] = {}
-    for pool, group in zip(pool_of, layout.groups, strict=True):
-        nulls.setdefault(pool, set()).add(group.null_block)
+    nulls = grouped(zip(pool_of, (group.null_block for group in layout.groups), strict=True))
     taken = dict.fromkeys(pool_of, 0)
     out: list[tuple[int, list[int | None]]] = []
     for pool, group in zip(pool_of, layout.groups, strict=True):
@@ -300,7 +298,7 @@ def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple
         null = max(keep // group.block_size, start)
         begin = taken[pool]
         end = begin + count - null
-        for placeholder in sorted(nulls[pool]):
+        for placeholder in sorted(set(nulls[pool])):
             end += begin <= placeholder < end
         if end > group.num_blocks:
             raise ConfigError(
@@ -316,16 +314,7 @@ def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple
 
 
 def _read(name: str, peer: PeerTables, plan: Plan, direct: Plan, shares: Sequence[Share]) -> dict[str, Any]:
-    groups = [
-        {
-            **_read_group(pair.local_index, pair.remote_index, plan, direct, shares),
-            "token_shards": {
-                "remote": _values(peer.remote.shard(pair.remote_index)),
-                "local": _values(peer.local.shard(pair.local_index)),
-            },
-        }
-        for pair in peer.group_pairs
-    ]
+    groups = [_read_group(peer, (x.local_index, x.remote_index), plan, direct, shares) for x in peer.group_pairs]
     read = [g for g in groups if g["descriptors"]]
     sums = {key: sum(g[key] for g in read) for key in ("bytes", "bytes_read", *itertools.chain(*BLOCKS.values()))}
     return {"remote": name, **sums, "groups": read}
@@ -344,8 +333,9 @@ def _seconds(sections: Sequence[Section]) -> float:
     return seconds
 
 
-def _read_group(group: int, remote_group: int, plan: Plan, direct: Plan, shares: Sequence[Share]) -> dict[str, Any]:
-    pair = group, remote_group
+def _read_group(
+    peer: PeerTables, pair: tuple[int, int], plan: Plan, direct: Plan, shares: Sequence[Share]
+) -> dict[str, Any]:
     mine, usual = (Plan(tuple(s for s in p.sections if s.table.span[:2] == pair)) for p in (plan, direct))
     config = PullConfig()
     is_packed = any(s.table.pack_bytes for s in mine.sections)
@@ -358,7 +348,7 @@ def _read_group(group: int, remote_group: int, plan: Plan, direct: Plan, shares:
             part = s.local_part
             ranges.setdefault((part.name, s.lo, s.hi, part.axis, part.extent), set()).add(s.local_view.layer)
     return {
-        "group": group,
+        "group": pair[0],
         "parts": [
             {"part": name, "axis": axis, "range": [lo, hi], "extent": extent, "layers": len(layers)}
             for (name, lo, hi, axis, extent), layers in ranges.items()
@@ -376,6 +366,7 @@ def _read_group(group: int, remote_group: int, plan: Plan, direct: Plan, shares:
         "expected_direct_s": _seconds(usual.sections),
         "posts": posts,
         "posts_scattered": apart.count_posts(config.max_post_bytes, config.max_post_descriptors)[0],
+        "token_shards": {"remote": _values(peer.remote.shard(pair[1])), "local": _values(peer.local.shard(pair[0]))},
     }
 
 
