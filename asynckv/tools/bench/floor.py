@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio.to_thread
 import msgspec
@@ -29,9 +29,6 @@ from asynckv.tools.bench import garbage
 from asynckv.tools.bench import protocol as p
 from asynckv.tools.bench.memory import Pool
 from asynckv.tools.bench.noise import median_of
-
-if TYPE_CHECKING:
-    from asynckv.tools.bench.nixl_raw import RawLoop
 
 
 class Round(msgspec.Struct):
@@ -53,35 +50,29 @@ class Floor:
     """A worker's part in the floor: a second agent over the same memory, which serves or reads."""
 
     def __init__(self, pool: Pool, verify: bool, config: PullConfig) -> None:
+        from asynckv.tools.bench.nixl_raw import RawLoop
+
         self._pool, self._verify, self._config = pool, verify, config
         self._here = pool.registration.layout
-        self._raw: RawLoop | None = None
-
-    @property
-    def plane(self) -> RawLoop:
-        assert self._raw is not None
-        return self._raw
+        self.plane = RawLoop(NixlConfig(posting_threads=0), f"floor-{os.getpid()}-{id(self)}")
+        self._lender = ""  # name of the agent that is read, once it is loaded
 
     def open(self) -> p.Opened:
         """Start, and return the agent and layout by which the other side reads."""
-        from asynckv.tools.bench.nixl_raw import RawLoop
-
-        self._raw = RawLoop(NixlConfig(posting_threads=0), f"floor-{os.getpid()}-{id(self)}")
-        return p.Opened(self._raw.open(self._here.memories), self._here)
+        return p.Opened(self.plane.open(self._here.memories), self._here)
 
     async def connect(self, opened: p.Opened) -> None:
         """Start, and load the agent of the prefill worker, unless this is done already."""
-        if self._raw is not None:
+        if self._lender:
             return
         self.open()
-        self._there = opened
+        self._lender = opened.agent.name
         (share,) = assign(self._here, [opened.layout])
         self._map = PeerTables(self._here, opened.layout, share, itertools.count(1))
         await self.plane.add_remote_agent(opened.agent, opened.layout.memories)
 
     def close(self) -> None:
-        if self._raw is not None:
-            self._raw.close()
+        self.plane.close()
 
     async def measure(self, works: Sequence[p.Work], concurrency: int) -> p.Sample:
         """Move all requests once more. This blocks the event loop, so that nothing else runs while the clock does."""
@@ -95,7 +86,7 @@ class Floor:
         requests = [list(plan.posts(config.max_post_bytes, config.max_post_descriptors)) for plan in plans]
         window = {"window_bytes": config.window_bytes, "window_descriptors": config.window_descriptors}
         try:
-            lists = self.plane.prepare_lists(self._there.agent.name, requests)
+            lists = self.plane.prepare_lists(self._lender, requests)
             garbage.settle()
             cpu, began = time.process_time(), time.perf_counter()
             ends = self.plane.read_all(lists, requests, concurrency=concurrency, **window)
