@@ -251,11 +251,9 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
         mine = check_block_ids(layout, _lists("decode", layout, num_tokens, cached))
         lists = BlockLists(mine, [BlockRuns(first, runs_of(ids)) for first, ids in offers[0]], num_tokens)
         plans, usual = ([plan_read(peer, lists) for peer in peers] for peers in ways)
-    except NotCovered as exc:
-        row["refused"] = [_refusal("", d) for d in exc.differences]
-        return row
     except (LayoutError, PlanRefused, RemoteTooShort) as exc:
-        row["refused"] = [_refusal("", Difference(str(exc), "", ""))]
+        differences = exc.differences if isinstance(exc, NotCovered) else [Difference(str(exc), "", "")]
+        row["refused"] = [_refusal("", d) for d in differences]
         return row
     for (other, share), peer, plan, direct in zip(needed, ways[0], plans, usual, strict=True):
         if plan.num_descriptors:
