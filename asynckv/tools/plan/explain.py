@@ -113,22 +113,19 @@ def explain(
         "head_starts": [],
     }
     if prefill_rate is not None and report["bounds"]:
-        chunks = chunk_tokens, prefill_rate
-        report["head_starts"] = list(_head_starts(report, num_tokens, cached, chunks))
+        report["head_starts"] = list(_head_starts(report, chunk_tokens, prefill_rate))
     return report
 
 
-def _head_starts(
-    report: dict[str, Any], num_tokens: int, cached: int, chunks: tuple[int, float]
-) -> Iterator[dict[str, Any]]:
+def _head_starts(report: dict[str, Any], chunk_tokens: int, tokens_per_s: float) -> Iterator[dict[str, Any]]:
     """Yield what a head start is worth, for each way that blocks lie; pieces bring no window and no state."""
-    sides = report["local"]["groups"]
+    sides, request = report["local"]["groups"], (report["tokens"], report["cached"])
     sums: Counter[bool] = Counter()
     for g in [g for rank in report["ranks"] for read in rank["reads"] for g in read["groups"]]:
         sums[sides[g["group"]]["kind"] == "tokens" and not sides[g["group"]]["window"]] += g["bytes_read"]
     for blocks in BLOCKS:
         read_s = max(1 / row["requests_per_s"] for row in report["bounds"] if row["blocks"] in (blocks, ""))
-        made = bound.head_start(num_tokens, cached, *chunks, read_s, sums[True] / sums.total())
+        made = bound.head_start(*request, chunk_tokens, tokens_per_s, read_s, sums[True] / sums.total())
         yield {"blocks": blocks, **made._asdict()}
 
 
@@ -406,14 +403,8 @@ def show(report: dict[str, Any], console: Console) -> None:
             ranges.append(((remote, number, _what(group)), name))
             costs.append(((number, size(group["bytes"]), *counts), (name, remote)))
         ranges += [] if rank["reads"] else [(("none", "", ""), name)]
-    print_table(
-        console,
-        ("decode", "reads", "group", "what"),
-        [(_names(names), *cells) for cells, names in grouped(ranges).items()],
-        texts=(1,),
-        wrapped=(0, 3),
-        is_markup=True,
-    )
+    read = [(_names(names), *cells) for cells, names in grouped(ranges).items()]
+    print_table(console, ("decode", "reads", "group", "what"), read, texts=(1,), wrapped=(0, 3), is_markup=True)
     if costs:
         console.print("\n[bold]Each of these reads[/bold]")
         heads = ("decode", "reads", "group", "bytes", "pieces per block", "descriptors", "if in runs", "posts")
