@@ -118,14 +118,14 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
     notes = caveats(rounds)
     errors = [r.sample.error for r in rounds if r.sample.error]
     rounds = [r for r in rounds if not r.failed]
-    engine = [_figures(r.num_bytes, len(r.seconds), r.window_s, r.seconds, r.cpu_s) for r in rounds]
+    engine = [_figures(r.num_bytes, r.window_s, r.seconds, r.cpu_s) for r in rounds]
     floor: dict[str, Any] = {
         "engine": _medians(engine),
         "not_measured": {KIND: errors[0]} if errors else {},
         "caveats": notes,
     }
     both = [
-        (mine, _figures(s.num_bytes, len(s.ends), s.window_s, latencies(s.ends, r.concurrency), s.cpu_s))
+        (mine, _figures(s.num_bytes, s.window_s, latencies(s.ends, r.concurrency), s.cpu_s))
         for r, mine in zip(rounds, engine, strict=True)
         if not (s := r.sample).error
     ]
@@ -194,14 +194,12 @@ def caveats(rounds: Sequence[Round]) -> list[str]:
     ]
 
 
-def _figures(
-    num_bytes: int, requests: int, window_s: float, seconds: Sequence[float], cpu_s: float
-) -> dict[str, float]:
+def _figures(num_bytes: int, window_s: float, seconds: Sequence[float], cpu_s: float) -> dict[str, float]:
     return {
         "gbytes_per_s": num_bytes / window_s / 1e9 if window_s else 0.0,
-        "requests_per_s": requests / window_s if window_s else 0.0,
-        "p50_s": float(np.quantile(seconds, 0.5, method="higher")) if len(seconds) else 0.0,
-        "cpu_s_per_request": cpu_s / requests if requests else 0.0,
+        "requests_per_s": len(seconds) / window_s if window_s else 0.0,
+        "p50_s": float(np.quantile(seconds, 0.5, method="higher")) if seconds else 0.0,
+        "cpu_s_per_request": cpu_s / len(seconds) if seconds else 0.0,
     }
 
 
