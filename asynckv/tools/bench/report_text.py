@@ -127,15 +127,10 @@ def _histogram(found: dict[str, Any]) -> list[Part]:
     if len(bars) < 2:
         return []
     most, total = max(bar["count"] for bar in bars), sum(bar["count"] for bar in bars)
-    rows = [
-        (
-            _seconds(x["up_to_s"]),
-            f"{x['count']:,}",
-            f"{x['count'] / total:.1%}",
-            "#" * math.ceil(24 * x["count"] / most),
-        )
-        for x in bars
-    ]
+    rows = []
+    for bar in bars:
+        count, share = bar["count"], bar["count"] / total
+        rows.append((_seconds(bar["up_to_s"]), f"{count:,}", f"{share:.1%}", "#" * math.ceil(24 * count / most)))
     return [Part(rows, ("latency up to", "requests", "share", "histogram"), texts=(0, 3))]
 
 
