@@ -264,18 +264,12 @@ async def run(setup: p.Setup, stdout: int, folder: Path) -> None:
         if setup.keys is not None:  # from files, as engines read them
             keys = KeysConfig(secret=write_pair(folder, "bench", setup.keys)[0], authorized=folder)
         pool = (CudaPool if options.memory == "cuda" else Pool)(layout, options.seed)
-        engine = Engine(
-            EngineConfig(
-                engine_id=setup.engine_id,
-                bind=setup.bind,
-                keys=keys,
-                lease=options.lease,
-                pull=PullConfig(timeout_s=options.timeout_s, second_look=options.second_look),
-                nixl=NixlConfig(posting_threads=options.posters, process=options.process),
-            ),
-            pool.registration,
+        pull = PullConfig(timeout_s=options.timeout_s, second_look=options.second_look)
+        nixl = NixlConfig(posting_threads=options.posters, process=options.process)
+        config = EngineConfig(
+            engine_id=setup.engine_id, bind=setup.bind, keys=keys, lease=options.lease, pull=pull, nixl=nixl
         )
-        async with engine:
+        async with Engine(config, pool.registration) as engine:
             loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
             worker = Worker(setup, pool, engine)
             opened = worker.floor.open() if options.floor and setup.role == "prefill" else None
