@@ -39,7 +39,6 @@ class LagSampler:
 
     def __init__(self) -> None:
         self.lags: list[float] = []
-        self._loop = asyncio.get_running_loop()
         self._due = 0.0
         self._handle: asyncio.TimerHandle | None = None
 
@@ -62,7 +61,7 @@ class LagSampler:
 
     def _again(self) -> None:
         self._due = time.perf_counter() + LAG_S
-        self._handle = self._loop.call_later(LAG_S, self._tick)
+        self._handle = asyncio.get_running_loop().call_later(LAG_S, self._tick)
 
 
 class Worker:

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from asynckv.arguments import without_control
 from asynckv.tools.bench import floor, head_start, report
-from asynckv.tools.bench.schedule import Engines
 from asynckv.tools.output import print_table
 
 
@@ -193,7 +192,7 @@ def _workload(config: dict[str, Any], windows: dict[str, Any]) -> str:
             load = f"{kind} arrivals at {config['rate']:g}/s"
     engines = config["engines"]
     announced = "; announced: claims are granted before each measurement window opens" if config["announced"] else ""
-    several = f"; engines: {Engines(**engines)}" if sum(engines.values()) > 2 else ""
+    several = "; engines: {prefill} prefill, {decode} decode".format(**engines) if sum(engines.values()) > 2 else ""
     return (
         f"{config['prompt_tokens']} tokens{hit}{cached}; {load}, blocks {config['block_order']}, seed "
         f"{config['seed']}{several}{announced}"
