@@ -295,7 +295,7 @@ async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:
 async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
     """Carry out commands until the driver says stop, and return the report; None if the driver is gone."""
     while (command := await pipe.read()) is not None:
-        answer: p.Answer | None = None
+        answer: p.Answer = p.Done()
         match command:
             case p.Prepare(lent, pulled):
                 await worker.prepare(lent, pulled)
@@ -321,7 +321,7 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
                 break
             case _:
                 assert_never(command)
-        pipe.write(answer or p.Done())
+        pipe.write(answer)
     # The driver is gone, so end the pulls that wait for their time.
     worker.stopping.set()
     return None
