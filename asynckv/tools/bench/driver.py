@@ -183,7 +183,7 @@ class Driver:
             if follows:
                 found.followed |= {r.number} if way in ("", HEAD_START) else set()
                 told = {k: params[k] for k in FollowParams.__struct_fields__ if k in params} | {"ticket": ticket}
-            work = p.Work(r.number, lent, r.tokens, params, it.workload.chunk_tokens, list(r.chunks), ticket)
+            work = p.Work(r.number, lent, r.tokens, params, (it.workload.chunk_tokens, r.chunks), ticket)
             lend[r.lender].append(replace(work, num_chunks=num_chunks))
             arrival_s = r.arrival_s - clock_s if is_open else 0.0
             ahead = num_chunks if way in (HEAD_START, LATE) else 0

@@ -11,7 +11,7 @@ import itertools
 import os
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio.to_thread
 import msgspec
@@ -29,9 +29,6 @@ from asynckv.tools.bench import garbage
 from asynckv.tools.bench import protocol as p
 from asynckv.tools.bench.memory import Pool
 from asynckv.tools.bench.noise import median_of
-
-if TYPE_CHECKING:
-    from asynckv.tools.bench.nixl_raw import RawLoop
 
 
 class Round(msgspec.Struct):
@@ -53,35 +50,29 @@ class Floor:
     """A worker's part in the floor: a second agent over the same memory, which serves or reads."""
 
     def __init__(self, pool: Pool, verify: bool, config: PullConfig) -> None:
+        from asynckv.tools.bench.nixl_raw import RawLoop
+
         self._pool, self._verify, self._config = pool, verify, config
         self._here = pool.registration.layout
-        self._raw: RawLoop | None = None
-
-    @property
-    def plane(self) -> RawLoop:
-        assert self._raw is not None
-        return self._raw
+        self.plane = RawLoop(NixlConfig(posting_threads=0), f"floor-{os.getpid()}-{id(self)}")
+        self._lender = ""  # name of the agent that is read, once it is loaded
 
     def open(self) -> p.Opened:
         """Start, and return the agent and layout by which the other side reads."""
-        from asynckv.tools.bench.nixl_raw import RawLoop
-
-        self._raw = RawLoop(NixlConfig(posting_threads=0), f"floor-{os.getpid()}-{id(self)}")
-        return p.Opened(self._raw.open(self._here.memories), self._here)
+        return p.Opened(self.plane.open(self._here.memories), self._here)
 
     async def connect(self, opened: p.Opened) -> None:
         """Start, and load the agent of the prefill worker, unless this is done already."""
-        if self._raw is not None:
+        if self._lender:
             return
         self.open()
-        self._there = opened
+        self._lender = opened.agent.name
         (share,) = assign(self._here, [opened.layout])
         self._map = PeerTables(self._here, opened.layout, share, itertools.count(1))
         await self.plane.add_remote_agent(opened.agent, opened.layout.memories)
 
     def close(self) -> None:
-        if self._raw is not None:
-            self._raw.close()
+        self.plane.close()
 
     async def measure(self, works: Sequence[p.Work], concurrency: int) -> p.Sample:
         """Move all requests once more. This blocks the event loop, so that nothing else runs while the clock does."""
@@ -95,7 +86,7 @@ class Floor:
         requests = [list(plan.posts(config.max_post_bytes, config.max_post_descriptors)) for plan in plans]
         window = {"window_bytes": config.window_bytes, "window_descriptors": config.window_descriptors}
         try:
-            lists = self.plane.prepare_lists(self._there.agent.name, requests)
+            lists = self.plane.prepare_lists(self._lender, requests)
             garbage.settle()
             cpu, began = time.process_time(), time.perf_counter()
             ends = self.plane.read_all(lists, requests, concurrency=concurrency, **window)
@@ -111,10 +102,7 @@ class Floor:
         return plan_read(self._map, BlockLists(mine, params.groups, params.num_tokens))
 
     def _wrong(self, works: Sequence[p.Work]) -> int:
-        return sum(
-            self._pool.check(work.number, work.lists, work.tokens, (work.chunk_tokens, work.chunks))[1]
-            for work in works
-        )
+        return sum(self._pool.check(x.number, x.lists, x.tokens, x.prefix)[1] for x in works)
 
 
 def latencies(ends: Sequence[float], concurrency: int) -> list[float]:
@@ -130,14 +118,14 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
     notes = caveats(rounds)
     errors = [r.sample.error for r in rounds if r.sample.error]
     rounds = [r for r in rounds if not r.failed]
-    engine = [_figures(r.num_bytes, len(r.seconds), r.window_s, r.seconds, r.cpu_s) for r in rounds]
+    engine = [_figures(r.num_bytes, r.window_s, r.seconds, r.cpu_s) for r in rounds]
     floor: dict[str, Any] = {
         "engine": _medians(engine),
         "not_measured": {KIND: errors[0]} if errors else {},
         "caveats": notes,
     }
     both = [
-        (mine, _figures(s.num_bytes, len(s.ends), s.window_s, latencies(s.ends, r.concurrency), s.cpu_s))
+        (mine, _figures(s.num_bytes, s.window_s, latencies(s.ends, r.concurrency), s.cpu_s))
         for r, mine in zip(rounds, engine, strict=True)
         if not (s := r.sample).error
     ]
@@ -206,14 +194,12 @@ def caveats(rounds: Sequence[Round]) -> list[str]:
     ]
 
 
-def _figures(
-    num_bytes: int, requests: int, window_s: float, seconds: Sequence[float], cpu_s: float
-) -> dict[str, float]:
+def _figures(num_bytes: int, window_s: float, seconds: Sequence[float], cpu_s: float) -> dict[str, float]:
     return {
         "gbytes_per_s": num_bytes / window_s / 1e9 if window_s else 0.0,
-        "requests_per_s": requests / window_s if window_s else 0.0,
-        "p50_s": float(np.quantile(seconds, 0.5, method="higher")) if len(seconds) else 0.0,
-        "cpu_s_per_request": cpu_s / requests if requests else 0.0,
+        "requests_per_s": len(seconds) / window_s if window_s else 0.0,
+        "p50_s": float(np.quantile(seconds, 0.5, method="higher")) if seconds else 0.0,
+        "cpu_s_per_request": cpu_s / len(seconds) if seconds else 0.0,
     }
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 
-THRESHOLDS = (20_000, 20, 20)
-"""New objects before the youngest generation is collected, then collections of it before an older one is."""
-
 
 def settle() -> None:
     """Exclude long-lived objects from further collections, and collect new objects rarely.
@@ -15,4 +12,5 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(*THRESHOLDS)
+    # New objects before the youngest generation is collected, then collections of it before an older one is.
+    gc.set_threshold(20_000, 20, 20)

@@ -97,20 +97,17 @@ class Pool:
         compared = wrong = 0
         for it, ids, token, expected in self._chunks(request, lists, tokens, prefix):
             found = np.ascontiguousarray(it.array[ids])
-            if token is None:
-                compared += found.nbytes
-                wrong += _differ(found, expected)
-                continue
-            first = lists[it.group][0]
-            wanted = (token >= self._begin(it, first, tokens)) & (token < tokens)
-            compared += int(wanted.sum()) * it.token_bytes
-            kept = token < first
-            if wanted.all():
-                wrong += _differ(found, expected)
-                continue
-            expected[kept] = np.uint64(POISON) >> it.shift
-            chosen = wanted | kept
-            wrong += _differ(found[chosen], expected[chosen])
+            num_bytes = found.nbytes
+            if token is not None:
+                first = lists[it.group][0]
+                wanted = (token >= self._begin(it, first, tokens)) & (token < tokens)
+                num_bytes = int(wanted.sum()) * it.token_bytes
+                if not wanted.all():
+                    kept = token < first
+                    expected[kept] = np.uint64(POISON) >> it.shift
+                    found, expected = found[wanted | kept], expected[wanted | kept]
+            compared += num_bytes
+            wrong += _differ(found, expected)
         return compared, wrong
 
     def wanted(self, lists: Lists, tokens: int) -> int:

@@ -105,9 +105,8 @@ def replay(
             tokens[name] += count
         progress()
     said, prompt = catalogue.statistics(), max(1.0, tokens["prompt"])
-    rates = {name: tokens[name] / prompt for name in ("host", "file", "best")} | {
-        "all": 1 - tokens["computed"] / prompt
-    }
+    rates = {name: tokens[name] / prompt for name in ("host", "file", "best")}
+    rates["all"] = 1 - tokens["computed"] / prompt
     return {
         "tokens": {name: round(count) for name, count in tokens.items()},
         "hit_rate": {name: round(rate, 6) for name, rate in rates.items()},

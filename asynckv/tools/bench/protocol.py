@@ -55,9 +55,8 @@ class Work(Struct):
     lists: list[tuple[int, list[int | None]]]
     tokens: int
     params: dict[str, Any]
-    chunk_tokens: int = 1
-    chunks: list[int] = []
-    """Ids of the leading chunks, which determine the pattern of their tokens."""
+    prefix: tuple[int, tuple[int, ...]] = 1, ()
+    """Tokens per chunk, and the ids of the leading chunks, which determine the pattern of their tokens."""
     ticket: str = ""
     """With a ticket, the side that pulls gets what it follows as `params`."""
     num_chunks: int = 0
@@ -84,7 +83,7 @@ class Do(Struct, tag=True):
 
 
 class Done(Struct, tag=True):
-    cpu_s: float
+    cpu_s: float = 0.0  # only `lend` has figures
     lent_at: float = 0.0  # by the clock of this host
 
 

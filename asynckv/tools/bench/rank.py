@@ -39,7 +39,6 @@ class LagSampler:
 
     def __init__(self) -> None:
         self.lags: list[float] = []
-        self._loop = asyncio.get_running_loop()
         self._due = 0.0
         self._handle: asyncio.TimerHandle | None = None
 
@@ -62,7 +61,7 @@ class LagSampler:
 
     def _again(self) -> None:
         self._due = time.perf_counter() + LAG_S
-        self._handle = self._loop.call_later(LAG_S, self._tick)
+        self._handle = asyncio.get_running_loop().call_later(LAG_S, self._tick)
 
 
 class Worker:
@@ -71,7 +70,6 @@ class Worker:
         self.works: list[p.Work] = []
         self.filled: list[p.Work] = []
         self.lent: list[tuple[p.Work, LentRequest]] = []
-        self.lent_at = 0.0
         self.outcomes: list[p.Outcome] = []
         self.sampler = LagSampler()
         self.stopping = threading.Event()
@@ -85,20 +83,20 @@ class Worker:
             await anyio.to_thread.run_sync(self._fill, lent, pulled)
             await self.pool.publish()
 
-    async def lend(self) -> float:
-        """Lend what was filled, with `--chunks` once it is computed; return the CPU time from which on it counts."""
+    async def lend(self) -> p.Done:
+        """Lend what was filled, with `--chunks` once it is computed; tell the CPU time from which on it counts."""
         garbage.settle()
         cpu = time.process_time()
         if self.options.chunks:
             ranks = PrefillRanks(self.setup.engine_id, [self.engine.endpoint], lease=self.options.lease)
             for work in self.filled:
                 await head_start.compute(self.engine, ranks, work, self.options.computed_s / self.options.chunks)
-        self.lent_at = time.perf_counter()
+        lent_at = time.perf_counter()
         self.lent = [(work, self.engine.lend(work.params, ticket=work.ticket)) for work in self.filled]
         if self.options.chunks:
-            return cpu  # and no sampler, which takes as much as what is compared
+            return p.Done(cpu, lent_at)  # and no sampler, which takes as much as what is compared
         self.sampler.start()
-        return time.process_time()
+        return p.Done(time.process_time(), lent_at)
 
     def _fill(self, lent: list[p.Work], pulled: list[p.Work]) -> None:
         filled: list[set[int]] = [set() for _ in self.setup.num_blocks]
@@ -108,7 +106,7 @@ class Worker:
             for there, (first, blocks) in zip(filled, work.lists, strict=True):
                 new.append((first, [None if b in there else b for b in blocks]))
                 there.update(b for b in blocks if b is not None)
-            self.pool.fill(work.number, new, work.tokens, (work.chunk_tokens, work.chunks))
+            self.pool.fill(work.number, new, work.tokens, work.prefix)
         for work in pulled:
             self.pool.poison(work.lists)
 
@@ -216,7 +214,7 @@ class Worker:
         if self.options.verify == "off":
             return p.Verified(0, wanted, 0)
         self.pool.fetch()
-        found = [self.pool.check(x.number, x.lists, x.tokens, (x.chunk_tokens, x.chunks)) for x in works]
+        found = [self.pool.check(x.number, x.lists, x.tokens, x.prefix) for x in works]
         return p.Verified(sum(compared for compared, _ in found), wanted, sum(wrong for _, wrong in found))
 
     async def finish(self, patience_s: float) -> p.Ended:
@@ -265,18 +263,12 @@ async def run(setup: p.Setup, stdout: int, folder: Path) -> None:
         if setup.keys is not None:  # from files, as engines read them
             keys = KeysConfig(secret=write_pair(folder, "bench", setup.keys)[0], authorized=folder)
         pool = (CudaPool if options.memory == "cuda" else Pool)(layout, options.seed)
-        engine = Engine(
-            EngineConfig(
-                engine_id=setup.engine_id,
-                bind=setup.bind,
-                keys=keys,
-                lease=options.lease,
-                pull=PullConfig(timeout_s=options.timeout_s, second_look=options.second_look),
-                nixl=NixlConfig(posting_threads=options.posters, process=options.process),
-            ),
-            pool.registration,
+        pull = PullConfig(timeout_s=options.timeout_s, second_look=options.second_look)
+        nixl = NixlConfig(posting_threads=options.posters, process=options.process)
+        config = EngineConfig(
+            engine_id=setup.engine_id, bind=setup.bind, keys=keys, lease=options.lease, pull=pull, nixl=nixl
         )
-        async with engine:
+        async with Engine(config, pool.registration) as engine:
             loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
             worker = Worker(setup, pool, engine)
             opened = worker.floor.open() if options.floor and setup.role == "prefill" else None
@@ -303,12 +295,12 @@ async def _guard(work: Coroutine[None, None, None], pipe: p.Pipe) -> None:
 async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
     """Carry out commands until the driver says stop, and return the report; None if the driver is gone."""
     while (command := await pipe.read()) is not None:
-        answer: p.Answer | None = None
+        answer: p.Answer = p.Done()
         match command:
             case p.Prepare(lent, pulled):
                 await worker.prepare(lent, pulled)
             case p.Do("lend"):
-                answer = p.Done(await worker.lend(), worker.lent_at)
+                answer = await worker.lend()
             case p.Go(concurrency):
                 # The window is a task of its own, so that the loss of the driver is noticed while it is open.
                 worker.window = asyncio.create_task(_guard(worker.pull_all(concurrency, pipe), pipe))
@@ -329,7 +321,7 @@ async def _serve(pipe: p.Pipe, worker: Worker) -> p.Report | None:
                 break
             case _:
                 assert_never(command)
-        pipe.write(answer or p.Done(time.process_time(), worker.lent_at))
+        pipe.write(answer)
     # The driver is gone, so end the pulls that wait for their time.
     worker.stopping.set()
     return None

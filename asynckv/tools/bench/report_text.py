@@ -13,7 +13,6 @@ from rich.table import Table
 
 from asynckv.arguments import without_control
 from asynckv.tools.bench import floor, head_start, report
-from asynckv.tools.bench.schedule import Engines
 from asynckv.tools.output import print_table
 
 
@@ -127,15 +126,10 @@ def _histogram(found: dict[str, Any]) -> list[Part]:
     if len(bars) < 2:
         return []
     most, total = max(bar["count"] for bar in bars), sum(bar["count"] for bar in bars)
-    rows = [
-        (
-            _seconds(x["up_to_s"]),
-            f"{x['count']:,}",
-            f"{x['count'] / total:.1%}",
-            "#" * math.ceil(24 * x["count"] / most),
-        )
-        for x in bars
-    ]
+    rows = []
+    for bar in bars:
+        count, share = bar["count"], bar["count"] / total
+        rows.append((_seconds(bar["up_to_s"]), f"{count:,}", f"{share:.1%}", "#" * math.ceil(24 * count / most)))
     return [Part(rows, ("latency up to", "requests", "share", "histogram"), texts=(0, 3))]
 
 
@@ -198,7 +192,7 @@ def _workload(config: dict[str, Any], windows: dict[str, Any]) -> str:
             load = f"{kind} arrivals at {config['rate']:g}/s"
     engines = config["engines"]
     announced = "; announced: claims are granted before each measurement window opens" if config["announced"] else ""
-    several = f"; engines: {Engines(**engines)}" if sum(engines.values()) > 2 else ""
+    several = "; engines: {prefill} prefill, {decode} decode".format(**engines) if sum(engines.values()) > 2 else ""
     return (
         f"{config['prompt_tokens']} tokens{hit}{cached}; {load}, blocks {config['block_order']}, seed "
         f"{config['seed']}{several}{announced}"

@@ -38,9 +38,6 @@ class Engines:
         """Return the engine that lends a request, and the engine that pulls it."""
         return Place("prefill", number % self.prefill), Place("decode", number // self.prefill % self.decode)
 
-    def __str__(self) -> str:
-        return f"{self.prefill} prefill, {self.decode} decode"
-
 
 def _times(workload: Workload, options: Options) -> list[float]:
     """Return arrivals in seconds from the start of the schedule, ascending; all zero in a closed loop."""

@@ -48,16 +48,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="asynckv-bench-") as folder:
         if setup.role == "decode":
             os.environ |= ucx.environment(Path(folder))
-        _run(setup, stdout, Path(folder))
+        from asynckv.tools.bench import rank
 
+        work = rank.run(setup, stdout, Path(folder))
+        if importlib.util.find_spec("uvloop") is not None:
+            import uvloop
 
-def _run(setup: p.Setup, stdout: int, folder: Path) -> None:
-    from asynckv.tools.bench import rank
-
-    work = rank.run(setup, stdout, folder)
-    if importlib.util.find_spec("uvloop") is not None:
-        import uvloop
-
-        uvloop.run(work)
-    else:
-        asyncio.run(work)
+            uvloop.run(work)
+        else:
+            asyncio.run(work)

@@ -113,22 +113,19 @@ def explain(
         "head_starts": [],
     }
     if prefill_rate is not None and report["bounds"]:
-        chunks = chunk_tokens, prefill_rate
-        report["head_starts"] = list(_head_starts(report, num_tokens, cached, chunks))
+        report["head_starts"] = list(_head_starts(report, chunk_tokens, prefill_rate))
     return report
 
 
-def _head_starts(
-    report: dict[str, Any], num_tokens: int, cached: int, chunks: tuple[int, float]
-) -> Iterator[dict[str, Any]]:
+def _head_starts(report: dict[str, Any], chunk_tokens: int, tokens_per_s: float) -> Iterator[dict[str, Any]]:
     """Yield what a head start is worth, for each way that blocks lie; pieces bring no window and no state."""
-    sides = report["local"]["groups"]
+    sides, request = report["local"]["groups"], (report["tokens"], report["cached"])
     sums: Counter[bool] = Counter()
     for g in [g for rank in report["ranks"] for read in rank["reads"] for g in read["groups"]]:
         sums[sides[g["group"]]["kind"] == "tokens" and not sides[g["group"]]["window"]] += g["bytes_read"]
     for blocks in BLOCKS:
         read_s = max(1 / row["requests_per_s"] for row in report["bounds"] if row["blocks"] in (blocks, ""))
-        made = bound.head_start(num_tokens, cached, *chunks, read_s, sums[True] / sums.total())
+        made = bound.head_start(*request, chunk_tokens, tokens_per_s, read_s, sums[True] / sums.total())
         yield {"blocks": blocks, **made._asdict()}
 
 
@@ -251,11 +248,9 @@ def _rank(layout: Layout, answered: Sequence[Layout], num_tokens: int, cached: i
         mine = check_block_ids(layout, _lists("decode", layout, num_tokens, cached))
         lists = BlockLists(mine, [BlockRuns(first, runs_of(ids)) for first, ids in offers[0]], num_tokens)
         plans, usual = ([plan_read(peer, lists) for peer in peers] for peers in ways)
-    except NotCovered as exc:
-        row["refused"] = [_refusal("", d) for d in exc.differences]
-        return row
     except (LayoutError, PlanRefused, RemoteTooShort) as exc:
-        row["refused"] = [_refusal("", Difference(str(exc), "", ""))]
+        differences = exc.differences if isinstance(exc, NotCovered) else [Difference(str(exc), "", "")]
+        row["refused"] = [_refusal("", d) for d in differences]
         return row
     for (other, share), peer, plan, direct in zip(needed, ways[0], plans, usual, strict=True):
         if plan.num_descriptors:
@@ -287,9 +282,7 @@ def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple
     if first >= num_tokens:
         return [(first, []) for _ in layout.groups]
     pool_of = pools(layout)
-    nulls: dict[int, set[int]] = {}
-    for pool, group in zip(pool_of, layout.groups, strict=True):
-        nulls.setdefault(pool, set()).add(group.null_block)
+    nulls = grouped(zip(pool_of, (group.null_block for group in layout.groups), strict=True))
     taken = dict.fromkeys(pool_of, 0)
     out: list[tuple[int, list[int | None]]] = []
     for pool, group in zip(pool_of, layout.groups, strict=True):
@@ -300,7 +293,7 @@ def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple
         null = max(keep // group.block_size, start)
         begin = taken[pool]
         end = begin + count - null
-        for placeholder in sorted(nulls[pool]):
+        for placeholder in sorted(set(nulls[pool])):
             end += begin <= placeholder < end
         if end > group.num_blocks:
             raise ConfigError(
@@ -316,16 +309,7 @@ def _lists(side: str, layout: Layout, num_tokens: int, first: int) -> list[tuple
 
 
 def _read(name: str, peer: PeerTables, plan: Plan, direct: Plan, shares: Sequence[Share]) -> dict[str, Any]:
-    groups = [
-        {
-            **_read_group(pair.local_index, pair.remote_index, plan, direct, shares),
-            "token_shards": {
-                "remote": _values(peer.remote.shard(pair.remote_index)),
-                "local": _values(peer.local.shard(pair.local_index)),
-            },
-        }
-        for pair in peer.group_pairs
-    ]
+    groups = [_read_group(peer, (x.local_index, x.remote_index), plan, direct, shares) for x in peer.group_pairs]
     read = [g for g in groups if g["descriptors"]]
     sums = {key: sum(g[key] for g in read) for key in ("bytes", "bytes_read", *itertools.chain(*BLOCKS.values()))}
     return {"remote": name, **sums, "groups": read}
@@ -344,8 +328,9 @@ def _seconds(sections: Sequence[Section]) -> float:
     return seconds
 
 
-def _read_group(group: int, remote_group: int, plan: Plan, direct: Plan, shares: Sequence[Share]) -> dict[str, Any]:
-    pair = group, remote_group
+def _read_group(
+    peer: PeerTables, pair: tuple[int, int], plan: Plan, direct: Plan, shares: Sequence[Share]
+) -> dict[str, Any]:
     mine, usual = (Plan(tuple(s for s in p.sections if s.table.span[:2] == pair)) for p in (plan, direct))
     config = PullConfig()
     is_packed = any(s.table.pack_bytes for s in mine.sections)
@@ -358,7 +343,7 @@ def _read_group(group: int, remote_group: int, plan: Plan, direct: Plan, shares:
             part = s.local_part
             ranges.setdefault((part.name, s.lo, s.hi, part.axis, part.extent), set()).add(s.local_view.layer)
     return {
-        "group": group,
+        "group": pair[0],
         "parts": [
             {"part": name, "axis": axis, "range": [lo, hi], "extent": extent, "layers": len(layers)}
             for (name, lo, hi, axis, extent), layers in ranges.items()
@@ -376,6 +361,7 @@ def _read_group(group: int, remote_group: int, plan: Plan, direct: Plan, shares:
         "expected_direct_s": _seconds(usual.sections),
         "posts": posts,
         "posts_scattered": apart.count_posts(config.max_post_bytes, config.max_post_descriptors)[0],
+        "token_shards": {"remote": _values(peer.remote.shard(pair[1])), "local": _values(peer.local.shard(pair[0]))},
     }
 
 
@@ -417,14 +403,8 @@ def show(report: dict[str, Any], console: Console) -> None:
             ranges.append(((remote, number, _what(group)), name))
             costs.append(((number, size(group["bytes"]), *counts), (name, remote)))
         ranges += [] if rank["reads"] else [(("none", "", ""), name)]
-    print_table(
-        console,
-        ("decode", "reads", "group", "what"),
-        [(_names(names), *cells) for cells, names in grouped(ranges).items()],
-        texts=(1,),
-        wrapped=(0, 3),
-        is_markup=True,
-    )
+    read = [(_names(names), *cells) for cells, names in grouped(ranges).items()]
+    print_table(console, ("decode", "reads", "group", "what"), read, texts=(1,), wrapped=(0, 3), is_markup=True)
     if costs:
         console.print("\n[bold]Each of these reads[/bold]")
         heads = ("decode", "reads", "group", "bytes", "pieces per block", "descriptors", "if in runs", "posts")

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
-from msgspec.structs import FieldInfo, fields
+from msgspec.structs import fields
 
 from asynckv.errors import ConfigError, LayoutError
 from asynckv.geometry.check import check_layout
@@ -26,9 +27,7 @@ _NESTED: dict[type[Struct], dict[str, type[Struct]]] = {
     View: {"parts": Part},
     Part: {"dims": Dim},
 }
-_FIELDS: dict[type, tuple[FieldInfo, ...]] = {
-    x: fields(x) for x in (Layout, Memory, Group, View, Part, Dim, TokenShard)
-}
+_fields = cache(fields)
 
 
 def _some(kind: Any) -> Any:
@@ -38,7 +37,7 @@ def _some(kind: Any) -> Any:
 def _named(kind: type[Struct]) -> type[Struct]:
     """Make a copy of a wire structure that encodes its fields by name."""
     nested, made = _NESTED.get(kind, {}), list[Any]()
-    for field in _FIELDS[kind]:
+    for field in _fields(kind):
         type_ = _some(_named(nested[field.name])) if field.name in nested else field.type
         made.append((field.name, type_) if field.required else (field.name, type_, field.default))
     return msgspec.defstruct(kind.__name__, made, kw_only=True, forbid_unknown_fields=True)
@@ -62,7 +61,7 @@ def dump_layouts(layouts: Sequence[Layout], role: Role | None = None) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Struct):
-        found = ((f, getattr(value, f.name)) for f in _FIELDS[type(value)])
+        found = ((f, getattr(value, f.name)) for f in _fields(type(value)))
         return {f.name: _plain(x) for f, x in found if f.required or x != f.default}
     return [_plain(x) for x in value] if isinstance(value, tuple) else value
 
