@@ -146,10 +146,8 @@ class RankCore:
 
     def _release_late(self, following: Following, now: float) -> None:
         assert following.params is not None
-        waiting = self.decode.between.values()
-        reads = [pull.params.key for pull in self.decode.pulls.values()] + [x.wanted.params.key for x in waiting]
-        early = [x.head for x in waiting if x.state is RequestState.EARLY]
-        if following.params.key in reads or any(head is not None and head.following is following for head in early):
+        early = [x.head for x in self.decode.between.values() if x.state is RequestState.EARLY]
+        if self.is_read(following.params) or any(head is not None and head.following is following for head in early):
             return  # another rank was offered it, and this one reads it; or its caller hears of it too, and decides
         cohort_id = following.cohort.id if following.cohort.id != self.cohort.id else ""
         with suppress(AsyncKVError):
@@ -476,11 +474,10 @@ class RankCore:
         pull = self.decode.by_request.get(RequestId(request_id))
         return (pull is not None and pull.lists is not None) or request_id in self.decode.between
 
-    def is_taken(self, following: Following) -> bool:
-        """Return True if the request that was followed is announced or pulled with the params that were offered."""
-        name = following.request_id
-        request, pull = self.decode.between.get(name), self.decode.by_request.get(name)
-        return following.params in (request and request.wanted.params, pull and pull.params)
+    def is_read(self, params: KVTransferParams) -> bool:
+        """Return True if a request is announced, pulled or between two attempts with these params."""
+        waiting = [request.wanted.params.key for request in self.decode.between.values()]
+        return params.key in waiting or params.key in [pull.params.key for pull in self.decode.pulls.values()]
 
     def discharge(self, request_id: str, params: KVTransferParams, cohort_id: str, now: float) -> None:
         """Tell all ranks of a request that this reader needs nothing of it, announced or not.

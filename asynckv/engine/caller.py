@@ -74,7 +74,7 @@ class Caller:
             # Nobody hears of an offer that came just now.
             if following.params is None or core.is_early(following.request_id):
                 core.cancel(following.request_id, driver.clock.now(), params=following.params)
-            elif not core.is_taken(following):
+            elif not core.is_read(following.params):
                 core.discharge(following.follow_id, following.params, following.cohort.id, driver.clock.now())
             driver.soon()
             raise
