@@ -438,7 +438,6 @@ class EngineThread:
         except BaseException as exc:
             self._crashed(exc)
         self._is_closing = self._is_over = True
-        self._desk._shut()
         self._desk._refuse_all()
         for call in tuple(self._calls):
             self._fail(call)
