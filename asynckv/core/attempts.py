@@ -132,8 +132,7 @@ class Request:
 
     def refused(self, refusal: Exception) -> None:
         """Note that an attempt could not begin, so that the outcome of the one before is final."""
-        after = self._allow(E.ENDED)
-        self.state, self.refusal = after, refusal
+        self.state, self.refusal = self._allow(E.ENDED), refusal
 
     def ended(self, now: float) -> None:
         """Take the outcome of the attempt."""
