@@ -128,12 +128,6 @@ class EngineDesk:
         if self._is_over:  # it ended just now, so the loop no longer looks at the queue
             self._refuse_all()
 
-    def _recall(self, requests: list[KVTransferParams]) -> Recall:
-        """Recall requests, behind all orders that were submitted before."""
-        recall = Recall(requests)
-        self._hand((recall,))
-        return recall
-
     def take_finished(self) -> Finished:
         """Return the results since the last call."""
         finished, news, self._followed = Finished(), self._news, set()
