@@ -331,7 +331,6 @@ class RankCore:
         blocks = whole = check_block_ids(self.identity.layout, wanted.groups, num_tokens)
         if request.head is not None:
             blocks = request.head.rest(whole, num_tokens, params)
-            self.ledger.drop(request.head.holder)
         # Check before anything is started, so that a caller with a wrong block may ask again with another.
         written = {}
         for group, (_, ids) in enumerate(whole):  # a comprehension is one more call
