@@ -238,10 +238,9 @@ class RankCore:
                     self.decode.cancel(piece, now)  # it queues behind all others, and the request must not
             self._go_on(early, now)
             if early.state is RequestState.PAUSING:  # claim and renew meanwhile, as any other pull that waits
-                ahead = PullRequest(wanted.request_id, (), wanted.params, wanted.cohort_id, is_last=wanted.is_last)
                 wait_s = timeout_s + self.config.pull.drain_s  # the request ends it before that
                 with suppress(AsyncKVError):  # then the attempt is refused
-                    self.decode.announce(self._make_pull(ahead, wait_s, now, KIND.PULL), now)
+                    self.decode.announce(self._make_pull(wanted, wait_s, now, KIND.PULL), now)
             return early
         request = Request(wanted, retries, self.config.pull.retry_s, now + timeout_s, now)
         self._attempt(request, now)
