@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from asynckv.account.waits import readers, waits, waits_for
-from asynckv.core.attempts import Request, RequestState, blocks_of
+from asynckv.core.attempts import RequestState, blocks_of, holder_of
 from asynckv.core.flow import READING, WAITING
 from asynckv.core.following import Following
 from asynckv.core.lease import Lease
@@ -146,7 +146,7 @@ class Tally:
             self.unanswered += pull.kind is not Kind.PIECE and any(
                 x.covered_until == -math.inf for x in pull.sources if x.reads
             )
-        elif (hold := ledger.get(_holder(pull))) is not None:
+        elif (hold := ledger.get(holder_of(pull))) is not None:
             self.blocks_quarantined += hold.num_blocks
 
 
@@ -245,7 +245,7 @@ class Inspector:
         if not holdings:
             return ()
         leases = {key.token: lease for key, lease in self._prefill.leases.items()}
-        pulls, occupants = {_holder(pull): pull for pull in self._decode.pulls.values()}, self._ledger.occupants
+        pulls, occupants = {holder_of(pull): pull for pull in self._decode.pulls.values()}, self._ledger.occupants
         return tuple(
             self._hold(hold, pulls.get(hold.holder) or leases.get(hold.holder) or occupants.get(hold.holder), now)
             for hold in sorted(holdings, key=lambda h: h.since)
@@ -306,7 +306,9 @@ class Inspector:
         leases = {key.token: lease.lent.request_id for key, lease in self._prefill.leases.items()}
         names = leases | {hold.holder: hold.request_id for hold in self._ledger}  # a token must stay secret
         expected = set(leases) | set(self._ledger.occupants) | self._early()
-        expected |= {_holder(p) for p in self._decode.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned}
+        expected |= {
+            holder_of(p) for p in self._decode.pulls.values() if math.isfinite(p.begun_at) and not p.is_returned
+        }
         for holder in sorted(holders ^ expected):
             name = f"request {names[holder]!r}" if holder in names else holder
             wrong.append(f"{name} holds {'blocks without a lease, pull or job' if holder in holders else 'no blocks'}")
@@ -352,10 +354,7 @@ class Inspector:
 
 
 def _holder(request: Lease | Pull) -> str:
-    if isinstance(request, Lease):
-        return request.lent.key.token
-    owner = request.owner if request.kind is Kind.PIECE else None
-    return owner.head.holder if isinstance(owner, Request) and owner.head is not None else request.pull_id
+    return request.lent.key.token if isinstance(request, Lease) else holder_of(request)
 
 
 def is_hidden(request: Lease | Pull | Following) -> bool:

@@ -14,7 +14,7 @@ import heapq
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Iterator
+from collections.abc import Callable, Generator, Hashable, Iterable
 from dataclasses import replace
 from itertools import islice
 from operator import attrgetter
@@ -246,7 +246,9 @@ class Survey:
         every = self._prefill.leases.values(), self._decode.pulls.values(), self._decode.follows.by_id.values()
         letters = work = looked = 0
         told: Lease | Pull | Following | None = None
-        for request in heapq.merge(*(_rest(some, after) for some in every), key=_number):
+        lists = [list[Lease | Pull | Following](some) for some in every]
+        rest = [islice(some, bisect_right(some, after, key=_number), None) for some in lists]
+        for request in heapq.merge(*rest, key=_number):
             looked += 1
             if work >= SLICE_TOLD or looked >= SLICE_FOUND:
                 work = looked = 0
@@ -317,11 +319,6 @@ def _is_named(request: Lease | Pull | Following, name: str) -> bool:
     if isinstance(request, Lease):
         return request.lent.request_id == name
     return request.request_id == name or (isinstance(request, Pull) and request.params.request_id == name)
-
-
-def _rest(requests: Iterable[Lease | Pull | Following], after: int) -> Iterator[Lease | Pull | Following]:
-    everything = list(requests)
-    return islice(everything, bisect_right(everything, after, key=_number), None)
 
 
 def _peer_status(peer: Peer, now: float) -> PeerStatus:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from asynckv.core.head_start import HeadStart
-from asynckv.core.pull import Pull, PullRequest
+from asynckv.core.pull import Kind, Pull, PullRequest
 from asynckv.core.types import Reason, Waiter, impossible
 from asynckv.geometry.blocks import BlockList
 from asynckv.geometry.bounds import NULL
@@ -63,6 +63,12 @@ def blocks_of(pull: Pull | None, head: HeadStart | None = None) -> dict[int, tup
     """Return the ids of the blocks that a pull fills, or of all blocks of a request with a head start, by group."""
     lists: Sequence[BlockList] = head.blocks if head else pull.lists.local if pull and pull.lists else ()
     return {g: tuple(ids[ids != NULL].tolist()) for g, (_, ids) in enumerate(lists) if len(ids)}
+
+
+def holder_of(pull: Pull) -> str:
+    """Return the name under which the ledger holds a pull's blocks; for a piece, all blocks of its request."""
+    head = pull.owner.head if pull.kind is Kind.PIECE and isinstance(pull.owner, Request) else None
+    return pull.pull_id if head is None else head.holder
 
 
 def head_start_of(pull: Pull) -> HeadStart | None:
@@ -126,8 +132,7 @@ class Request:
 
     def refused(self, refusal: Exception) -> None:
         """Note that an attempt could not begin, so that the outcome of the one before is final."""
-        after = self._allow(E.ENDED)
-        self.state, self.refusal = after, refusal
+        self.state, self.refusal = self._allow(E.ENDED), refusal
 
     def ended(self, now: float) -> None:
         """Take the outcome of the attempt."""

@@ -227,9 +227,8 @@ class Lease:
     ended_copies: bool = False  # True if a grant with packed copies has ended since these were last settled
     num_packed: int = 0  # packed copies that readers asked for
     offers: int | None = None  # times that its params were offered to followers; None if it came without a ticket
-    in_order: dict[int, Int64s] = field(
-        default_factory=dict
-    )  # lent blocks in ascending order, once copies are asked for
+    in_order: dict[int, Int64s] = field(default_factory=dict)
+    """Lent blocks in ascending order, once copies are asked for."""
     attempts: dict[Reader, int] = field(default_factory=dict)
     """Number of grants to each reader, and of its releases without a grant, to limit attempts."""
     keys: dict[Reader, str] = field(default_factory=dict)
@@ -571,8 +570,7 @@ class Lease:
                 there += f", of which each {shards} neighbours share tokens"
             why = f"decode tp_rank {cohort.tp_rank} of {cohort.tp_size} does not answer for {there}"
         elif (bound := self.cohorts.get(cohort.id)) is not None:
-            sizes = cohort.tp_size, cohort.pp_size
-            why = f"{cohort.id!r} has (tp_size, pp_size) {bound.sizes}, not {sizes}"
+            why = f"{cohort.id!r} has (tp_size, pp_size) {bound.sizes}, not {cohort.tp_size, cohort.pp_size}"
         else:
             others = ", ".join(map(repr, self.cohorts))
             why = f"lent to {others}; lend with num_readers={lent.readers + 1} for more"

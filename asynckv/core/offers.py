@@ -102,7 +102,8 @@ class Offers:
         if ticket in self.lent or ticket in self._ended:
             return
         pieces = self._pieces.setdefault(ticket, Pieces())
-        piece = LentPiece(lease, _begin(params), params.num_tokens, encode_offer(params))
+        begin = max([runs.first_token for runs in params.groups if runs.runs], default=params.num_tokens)
+        piece = LentPiece(lease, begin, params.num_tokens, encode_offer(params))
         pieces.num_bytes += len(memoryview(piece.params))
         if len(pieces.lent) >= MAX_PIECES or pieces.num_bytes > MAX_BYTES:
             return
@@ -194,8 +195,3 @@ class Offers:
             return False
         pieces = self._pieces.get(message.ticket)
         return pieces is None or pieces.cohort_id in ("", message.cohort.id)
-
-
-def _begin(params: KVTransferParams) -> int:
-    """Return the first token that a piece brings of all its groups."""
-    return max([runs.first_token for runs in params.groups if runs.runs], default=params.num_tokens)

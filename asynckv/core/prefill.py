@@ -493,16 +493,15 @@ class PrefillSide:
     # -- early messages ----------------------------------------------------------------------------
 
     def _park(self, message: Claim | Release, reply_to: ReplyTo, sender: str, now: float, proven: str) -> None:
-        if not self.parking.park(message, reply_to, sender, now, proven):
+        is_kept = self.parking.park(message, reply_to, sender, now, proven)
+        if not is_kept:
             self._outbox.counters["parked.refused"] += 1
-            if isinstance(message, Claim):
-                # The claim is not kept, because its sender repeats it.
-                self._outbox.send(reply_to, sender, NotYet(message.key, message.pull_id, message.nonce))
-            return
         if isinstance(message, Claim):
-            remember(self._claimed, message.key, (self._claimed.get(message.key, (now, now))[0], now), MAX_FORGOTTEN)
+            if is_kept:  # else its sender repeats it
+                first = self._claimed.get(message.key, (now, now))[0]
+                remember(self._claimed, message.key, (first, now), MAX_FORGOTTEN)
             self._outbox.send(reply_to, sender, NotYet(message.key, message.pull_id, message.nonce))
-        else:
+        elif is_kept:
             if message.outcome in (Outcome.COMPLETE, Outcome.CANCELLED):
                 self._claimed.pop(message.key, None)  # it was not given up because it was not lent
             # The release is applied when the request is lent; if it is dropped before, the lease will expire.

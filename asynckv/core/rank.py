@@ -146,10 +146,8 @@ class RankCore:
 
     def _release_late(self, following: Following, now: float) -> None:
         assert following.params is not None
-        waiting = self.decode.between.values()
-        reads = [pull.params.key for pull in self.decode.pulls.values()] + [x.wanted.params.key for x in waiting]
-        early = [x.head for x in waiting if x.state is RequestState.EARLY]
-        if following.params.key in reads or any(head is not None and head.following is following for head in early):
+        early = [x.head for x in self.decode.between.values() if x.state is RequestState.EARLY]
+        if self.is_read(following.params) or any(head is not None and head.following is following for head in early):
             return  # another rank was offered it, and this one reads it; or its caller hears of it too, and decides
         cohort_id = following.cohort.id if following.cohort.id != self.cohort.id else ""
         with suppress(AsyncKVError):
@@ -240,10 +238,9 @@ class RankCore:
                     self.decode.cancel(piece, now)  # it queues behind all others, and the request must not
             self._go_on(early, now)
             if early.state is RequestState.PAUSING:  # claim and renew meanwhile, as any other pull that waits
-                ahead = PullRequest(wanted.request_id, (), wanted.params, wanted.cohort_id, is_last=wanted.is_last)
                 wait_s = timeout_s + self.config.pull.drain_s  # the request ends it before that
                 with suppress(AsyncKVError):  # then the attempt is refused
-                    self.decode.announce(self._make_pull(ahead, wait_s, now, KIND.PULL), now)
+                    self.decode.announce(self._make_pull(wanted, wait_s, now, KIND.PULL), now)
             return early
         request = Request(wanted, retries, self.config.pull.retry_s, now + timeout_s, now)
         self._attempt(request, now)
@@ -333,7 +330,6 @@ class RankCore:
         blocks = whole = check_block_ids(self.identity.layout, wanted.groups, num_tokens)
         if request.head is not None:
             blocks = request.head.rest(whole, num_tokens, params)
-            self.ledger.drop(request.head.holder)
         # Check before anything is started, so that a caller with a wrong block may ask again with another.
         written = {}
         for group, (_, ids) in enumerate(whole):  # a comprehension is one more call
@@ -476,11 +472,10 @@ class RankCore:
         pull = self.decode.by_request.get(RequestId(request_id))
         return (pull is not None and pull.lists is not None) or request_id in self.decode.between
 
-    def is_taken(self, following: Following) -> bool:
-        """Return True if the request that was followed is announced or pulled with the params that were offered."""
-        name = following.request_id
-        request, pull = self.decode.between.get(name), self.decode.by_request.get(name)
-        return following.params in (request and request.wanted.params, pull and pull.params)
+    def is_read(self, params: KVTransferParams) -> bool:
+        """Return True if a request is announced, pulled or between two attempts with these params."""
+        waiting = [request.wanted.params.key for request in self.decode.between.values()]
+        return params.key in waiting or params.key in [pull.params.key for pull in self.decode.pulls.values()]
 
     def discharge(self, request_id: str, params: KVTransferParams, cohort_id: str, now: float) -> None:
         """Tell all ranks of a request that this reader needs nothing of it, announced or not.

@@ -128,12 +128,6 @@ class EngineDesk:
         if self._is_over:  # it ended just now, so the loop no longer looks at the queue
             self._refuse_all()
 
-    def _recall(self, requests: list[KVTransferParams]) -> Recall:
-        """Recall requests, behind all orders that were submitted before."""
-        recall = Recall(requests)
-        self._hand((recall,))
-        return recall
-
     def take_finished(self) -> Finished:
         """Return the results since the last call."""
         finished, news, self._followed = Finished(), self._news, set()
@@ -238,9 +232,9 @@ class EngineDesk:
             case StartEarly():
                 self._begin(order, engine._begin_pull, engine._result_of, given | {"is_early": True})
             case Pull():
-                flights = self._flights.get((Pull, str(order.request_id)), ())
-                early = next((x for x in flights if isinstance(x.order, StartEarly) and not x.is_held), None)
-                if given.pop("goes_on") is True or early is not None:
+                flying = [x for x in self._flights.get((Pull, str(order.request_id)), ()) if not x.is_held]
+                early = next((x for x in flying if isinstance(x.order, StartEarly)), None)
+                if (given.pop("goes_on") is True and not flying) or early is not None:
                     self._go_on(order, early, given)
                 else:
                     self._begin(order, engine._begin_pull, engine._result_of, given)
@@ -325,10 +319,6 @@ class EngineDesk:
 
     def _go_on(self, order: Pull, flight: _Flight | None, given: dict[str, Any]) -> None:
         """Go on from pieces to the whole request, or release it if they have failed and were reported."""
-        if flight is None and any(not each.is_held for each in self._flights.get((Pull, str(order.request_id)), ())):
-            error = LocalProtocolError(f"request {order.request_id[:200]!r} is being pulled already; cancel it first")
-            self._tell("refused", Refused(order, error))
-            return
         if flight is not None:
             flight.order = order
             try:

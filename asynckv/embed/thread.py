@@ -32,7 +32,7 @@ from asynckv.arguments import number, seconds, shown
 from asynckv.config import EngineConfig
 from asynckv.core.types import KVTransferParams
 from asynckv.edges.bell import Bell
-from asynckv.embed.desk import EngineDesk
+from asynckv.embed.desk import EngineDesk, Recall
 from asynckv.embed.orders import Finished, Order
 from asynckv.engine import Engine
 from asynckv.engine.lent import recallable
@@ -369,7 +369,8 @@ class EngineThread:
         if self._snapshot is None or self.engine._home.is_left:
             raise EngineClosed(f"the engine recalls nothing: {self._cause}")
         found = recallable(requests, self.engine._driver)
-        recall = self._desk._recall(found)
+        recall = Recall(found)
+        self._desk._hand((recall,))  # behind all orders that were submitted before
         try:
             others = recall.done.result(timeout_s)
         except concurrent.futures.TimeoutError:
@@ -438,7 +439,6 @@ class EngineThread:
         except BaseException as exc:
             self._crashed(exc)
         self._is_closing = self._is_over = True
-        self._desk._shut()
         self._desk._refuse_all()
         for call in tuple(self._calls):
             self._fail(call)

@@ -16,9 +16,9 @@ import anyio
 import msgspec
 
 from asynckv import errors
-from asynckv.core.attempts import RETRYABLE, Request, RequestState
+from asynckv.core.attempts import RETRYABLE, Request, RequestState, holder_of
 from asynckv.core.following import Following
-from asynckv.core.pull import Kind, Pull
+from asynckv.core.pull import Pull
 from asynckv.core.types import How, KVTransferParams, Reason
 from asynckv.engine.driver import Driver
 from asynckv.errors import AsyncKVError, EngineClosed, PullCancelled, PullError
@@ -74,7 +74,7 @@ class Caller:
             # Nobody hears of an offer that came just now.
             if following.params is None or core.is_early(following.request_id):
                 core.cancel(following.request_id, driver.clock.now(), params=following.params)
-            elif not core.is_taken(following):
+            elif not core.is_read(following.params):
                 core.discharge(following.follow_id, following.params, following.cohort.id, driver.clock.now())
             driver.soon()
             raise
@@ -147,24 +147,18 @@ def outcome(driver: Driver, request: Request) -> PullResult:
 
 def error_of(driver: Driver, pull: Pull) -> PullError:
     assert pull.reason is not None
+    held = None if pull.is_returned else driver.core.ledger.get(holder_of(pull))
     return ERRORS.get(pull.reason, errors.LeaseRefused)(
         f"request {pull.request_id[:200]!r} failed in {pull.failed_in}: {pull.detail}",
         request_id=pull.request_id,
         pull_id=pull.pull_id,
         failed_in=pull.failed_in,
         reason=pull.reason.value,
-        held={} if pull.is_returned else _held(driver, pull),
+        held={} if held is None else {group: tuple(ids.tolist()) for group, ids in held.blocks.items()},
         wait_returned=None if pull.is_returned else partial(driver.until_returned, pull),
         is_retryable=pull.reason in RETRYABLE and pull.blame.how is not How.RECALLED,
         attempts=pull.attempt,
     )
-
-
-def _held(driver: Driver, pull: Pull) -> dict[int, tuple[int, ...]]:
-    """Return the blocks that nothing else may use before the pull has returned: with a head start, all of them."""
-    head = pull.owner.head if pull.kind is Kind.PIECE and isinstance(pull.owner, Request) else None
-    holding = driver.core.ledger.get(pull.pull_id if head is None else head.holder)
-    return {} if holding is None else {group: tuple(ids.tolist()) for group, ids in holding.blocks.items()}
 
 
 def _early(driver: Driver, request: Request) -> PullError:

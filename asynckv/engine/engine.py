@@ -217,17 +217,8 @@ class Engine:
         agent = await driver.data.start(layout.memories, driver.on_data)
         if self._ending.is_closing:
             raise EngineClosed("the engine was closed while it started")
-        first_nonce = int(self._token_hex(6), 16)
-        identity = Identity(
-            self.config.engine_id,
-            self.incarnation,
-            agent.name,
-            agent.metadata,
-            layout,
-            first_nonce,
-            memory_epoch,
-            agent.packing,
-        )
+        names, first_nonce = (self.config.engine_id, self.incarnation, agent.name), int(self._token_hex(6), 16)
+        identity = Identity(*names, agent.metadata, layout, first_nonce, memory_epoch, agent.packing)
         core = RankCore(identity, self.config, driver.data.costs)
         inspect = Inspector(core, driver.guest_gauges, lambda: self._untaken())
         driver.begin(core, Survey(core, inspect, self._facts))

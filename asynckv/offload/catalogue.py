@@ -505,9 +505,6 @@ class Catalogue:
         found: list[Entry] = []
         for g, group in enumerate(self.groups):
             index, keys = tier.index[g], mine[g]
-            if group.needs_all:
-                used = reversed(keys)
-            else:
-                used = (keys[position] for position in reversed(where[g]))
-            found += [entry for key in used if (entry := index.get(key)) is not None]
+            used = keys if group.needs_all else [keys[position] for position in where[g]]
+            found += [entry for key in reversed(used) if (entry := index.get(key)) is not None]
         return found

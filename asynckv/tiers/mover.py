@@ -342,8 +342,7 @@ class Mover:
         self.pump()
 
     def on_records(self, shelf: Shelf) -> None:
-        assert shelf.records is not None
-        if not self.is_open:
+        if shelf.records is None or not self.is_open:
             return
         for news in shelf.records.poll():
             if isinstance(news, RecordsEnded):

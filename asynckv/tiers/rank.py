@@ -169,8 +169,7 @@ class Tiers:
                 await shelf.close(CLOSE_S)
         mover.is_open = True
         for shelf in mover.shelves:
-            if shelf.records is not None:
-                mover.on_records(shelf)  # what was not heard meanwhile
+            mover.on_records(shelf)  # what was not heard meanwhile
         return found
 
     async def _until_opened(self, timeout_s: float) -> None:

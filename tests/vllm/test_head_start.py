@@ -548,7 +548,7 @@ def test_a_head_start_waits_for_requests_that_were_offered() -> None:
     # "b" waits for blocks with params, so "a" gets none, although it is the older one and would have its half.
     pair.ticket = tickets_of["b"]
     side.step(reports=pair.offer("b", prompts["b"]))
-    side.half._pool = type("Pool", (), {"get_num_free_blocks": lambda self: 1000})()
+    side.half.pool = type("Pool", (), {"get_num_free_blocks": lambda self: 1000})()
     pair.ticket = tickets_of["a"]
     side.step(reports=pair.piece("a", prompts["a"]))
     for _ in range(3):

@@ -72,7 +72,7 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
         self._scheduler.set_workers(metadata)
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._scheduler.bind(gpu_block_pool)
+        self._scheduler.pool = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:
         self._scheduler.add(request)
@@ -109,7 +109,7 @@ class AsyncKVConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):
 
     def reset_cache(self) -> None:
         if not self._is_worker:
-            self._scheduler.reset()
+            self._scheduler.pieces.reset()
 
     def has_pending_push_work(self) -> bool:
         return not self._is_worker and self._scheduler.has_orders

@@ -96,7 +96,7 @@ class SchedulerHalf:
 
         self.tally = SchedulerTally()
         self._adapters: dict[tuple[str, str], int] = {}  # name and path of each adapter, and its number; 0: reloaded
-        self._pool: Any = None
+        self.pool: Any = None  # vLLM's blocks, once it has given them
         self._queued: dict[str, Queued] = {}  # by id, the oldest first
         self._following: dict[str, Queued] = {}  # those that follow a ticket, until vLLM asks for them after the offer
         # The most tokens by which a prefix cache may end before a prompt does.
@@ -106,7 +106,7 @@ class SchedulerHalf:
         self._offered = set[str]()  # requests that were offered, and have no blocks
         self._tickets: dict[str, str] = {}  # by id, the tickets that unfinished requests have taken
         self._runs_late = runs_late(vllm_config)
-        self._pieces = Pieces(self.shape, self._runs_late and zeroes_blocks(kv_cache_config))
+        self.pieces = Pieces(self.shape, self._runs_late and zeroes_blocks(kv_cache_config))
         self._reclaimed_at = -math.inf
 
     # -- where the workers are ----------------------------------------------------------------------
@@ -136,9 +136,6 @@ class SchedulerHalf:
         if self.loans is None:
             self.loans = PrefillLedger(ranks)
         self.loans.ranks = ranks
-
-    def bind(self, pool: Any) -> None:
-        self._pool = pool
 
     # -- a request comes, and gets blocks -----------------------------------------------------------
 
@@ -171,7 +168,7 @@ class SchedulerHalf:
             if self.loans.take_ticket(check_ticket(ticket)):
                 self._tickets[request.request_id] = ticket
                 if self.options.has_head_start(request.num_prompt_tokens):
-                    self._pieces.add(request, ticket)
+                    self.pieces.add(request, ticket)
         except LocalProtocolError as exc:
             self._computes(request, "malformed", str(exc))
 
@@ -336,10 +333,10 @@ class SchedulerHalf:
     def _has_room(self, queued: Queued) -> bool:
         """Return True if a head start may have blocks: none before those that were offered, and half of all at most."""
         offered = filter(None, map(self.pulls.get, self._offered))
-        if self._pool is None or any(fetch.state is State.QUEUED for fetch in offered):
+        if self.pool is None or any(fetch.state is State.QUEUED for fetch in offered):
             return False
         held = sum(self.shape.num_blocks(each.end) for each in self._early.values())
-        return 2 * (held + self.shape.num_blocks(queued.end)) <= held + int(self._pool.get_num_free_blocks())
+        return 2 * (held + self.shape.num_blocks(queued.end)) <= held + int(self.pool.get_num_free_blocks())
 
     def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """Order the pull of a request that has its blocks (`update_state_after_alloc`); called with 0 after a load."""
@@ -386,17 +383,14 @@ class SchedulerHalf:
             or (self.loans is not None and self.loans.has_orders)
         )
 
-    def reset(self) -> None:
-        self._pieces.reset()
-
     def orders(self, step: Any) -> StepOrders:
         """Return what goes to the workers with a step; pieces of prompts that it computes are ordered first."""
         from asynckv.integrations.vllm.handover import StepOrders
 
         if self._runs_late and copies_blocks(step):
-            self._pieces.stop()
+            self.pieces.stop()
         if self.loans is not None:
-            self._pieces.step(step, self.loans)
+            self.pieces.step(step, self.loans)
         failing, self._failing = self._failing, []
         return StepOrders(self.take_orders(), failing, self.tally.take_total())
 
@@ -412,13 +406,9 @@ class SchedulerHalf:
     def _reclaim(self, now: float) -> list[Order]:
         """Have workers revoke requests, to make room for the oldest queued one, once it has waited for `grant_s`."""
         oldest = next(iter(self._queued.values()))
-        if (
-            self._pool is None
-            or now - oldest.since < self.options.lease.grant_s
-            or now - self._reclaimed_at < RECLAIM_S
-        ):
+        if self.pool is None or now - oldest.since < self.options.lease.grant_s or now - self._reclaimed_at < RECLAIM_S:
             return []
-        if (lacking := self.shape.num_blocks(oldest.request.num_tokens) - self._pool.get_num_free_blocks()) <= 0:
+        if (lacking := self.shape.num_blocks(oldest.request.num_tokens) - self.pool.get_num_free_blocks()) <= 0:
             return []
         self._reclaimed_at = now
         return [Reclaim(lacking)]
@@ -494,7 +484,7 @@ class SchedulerHalf:
             self._erred.add(name)  # vLLM ends it before `loaded` reports the failed load
         if name not in self._erred:
             self.pulls.cancel(name)
-        (every, has_pieces), given = self._pieces.end(name), request.kv_transfer_params
+        (every, has_pieces), given = self.pieces.end(name), request.kv_transfer_params
         if not given:
             return False, None
         _reads_no_more(request)

@@ -51,15 +51,13 @@ class AsyncKVStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        durations, num_bytes = sorted(self.data["duration_s"]), sum(self.data["bytes"])
-        leases = self.data["leases"]
+        durations, leases = sorted(self.data["duration_s"]), self.data["leases"]
         out: dict[str, int | float] = {"Num pulls": len(durations)}
         if durations:
-            mib = num_bytes / 2**20
             out |= {
                 "Avg pull time (ms)": round(1e3 * sum(durations) / len(durations), 3),
                 "P90 pull time (ms)": round(1e3 * durations[min(len(durations) * 9 // 10, len(durations) - 1)], 3),
-                "Avg MiB per pull": round(mib / len(durations), 3),
+                "Avg MiB per pull": round(sum(self.data["bytes"]) / 2**20 / len(durations), 3),
                 "Avg descriptors per pull": round(sum(self.data["descriptors"]) / len(durations), 1),
             }
         out["Num failed pulls"] = sum(self.data["failed"].values())
