@@ -232,9 +232,9 @@ class EngineDesk:
             case StartEarly():
                 self._begin(order, engine._begin_pull, engine._result_of, given | {"is_early": True})
             case Pull():
-                flying = [x for x in self._flights.get((Pull, str(order.request_id)), ()) if not x.is_held]
-                early = next((x for x in flying if isinstance(x.order, StartEarly)), None)
-                if (given.pop("goes_on") is True and not flying) or early is not None:
+                flights = self._flights.get((Pull, str(order.request_id)), ())
+                early = next((x for x in flights if isinstance(x.order, StartEarly) and not x.is_held), None)
+                if given.pop("goes_on") is True or early is not None:
                     self._go_on(order, early, given)
                 else:
                     self._begin(order, engine._begin_pull, engine._result_of, given)
@@ -319,6 +319,10 @@ class EngineDesk:
 
     def _go_on(self, order: Pull, flight: _Flight | None, given: dict[str, Any]) -> None:
         """Go on from pieces to the whole request, or release it if they have failed and were reported."""
+        if flight is None and any(not each.is_held for each in self._flights.get((Pull, str(order.request_id)), ())):
+            error = LocalProtocolError(f"request {order.request_id[:200]!r} is being pulled already; cancel it first")
+            self._tell("refused", Refused(order, error))
+            return
         if flight is not None:
             flight.order = order
             try:
