@@ -433,8 +433,7 @@ def test_bad_input_is_refused(tmp_path: Path, command: Command) -> None:
     for argv, text in (
         (["--to", "nonsense"], "is not an address"),
         (["--keys", "x"], "--keys and --authorized belong together"),
-        (["--secret", "x"], "--keys and --authorized belong together"),
-        ([*keys, "--secret", "x"], "--secret is the old name of --keys; give --keys alone"),
+        (["--secret", "x"], "No such option: --secret"),
         (keys, "are for --to"),
         (["--to", "tcp://127.0.0.1:5", *keys], "authorized"),
         (["--json", str(tmp_path / "none/x.json")], "cannot be written"),

@@ -24,7 +24,6 @@ of_keys = partial(typer.Option, rich_help_panel="Keys")
 def doctor(
     to: Annotated[str, typer.Option(help=HELP["doctor"]["to"], metavar="ADDRESS")] = "",
     keys: Annotated[Path | None, of_keys(help=HELP["doctor"]["keys"], metavar="FILE")] = None,
-    secret: Annotated[Path | None, of_keys("--secret", hidden=True)] = None,
     authorized: Annotated[Path | None, of_keys(help=HELP["doctor"]["authorized"], metavar="DIR")] = None,
     json: Annotated[
         str | None, typer.Option(help=HELP["doctor"]["json"], rich_help_panel="Output", metavar="FILE")
@@ -41,11 +40,7 @@ def doctor(
 
     began = time.monotonic()
     shown, errors = consoles(json)
-    if keys is not None and secret is not None:
-        raise ConfigError("--secret is the old name of --keys; give --keys alone")
-    pair = _pair(keys or secret, authorized, to)
-    if secret is not None:
-        errors.print("asynckv: --secret is now --keys; the next release knows the new name only", soft_wrap=True)
+    pair = _pair(keys, authorized, to)
     with errors.status("looking", spinner="line") as status:
         if to:
             from asynckv.tools.doctor.peer import check_address
