@@ -55,30 +55,17 @@ def _bound(num_bytes: int, descriptors: int, posts: int, python_s: float, copy_s
     return Bound(num_bytes, descriptors, posts, *parts, limit, 1 / slowest, parts[0] / slowest)
 
 
-class HeadStart(NamedTuple):
-    """Time to the first token that a head start saves at most (docs/performance.md, "A head start"), in seconds."""
-
-    chunk_tokens: int
-    tokens_per_s: float
-    chunks: int
-    compute_s: float
-    read_s: float
-    saved_s: float
-    share: float  # saved, of `compute_s` and `read_s`
-
-
 def head_start(
     num_tokens: int, cached: int, chunk_tokens: int, tokens_per_s: float, read_s: float, brought: float
-) -> HeadStart:
-    """Return what pieces save if each chunk but the last is read while the next one is computed.
+) -> dict[str, float]:
+    """Return what a head start saves at most, in seconds: each chunk but the last is read while others are computed.
 
     `read_s` is what the tokens behind the `cached` ones take. Pieces bring the share `brought` of it; windows and
-    states come with the loan.
+    states come with the loan. `share` is that of the time to the first token (docs/performance.md, "A head start").
     """
     token_s = read_s * brought / (num_tokens - cached)
     ends = range(chunk_tokens, num_tokens, chunk_tokens)
     saved_s = sum(min(chunk_tokens / tokens_per_s, min(max(x - cached, 0), chunk_tokens) * token_s) for x in ends)
     compute_s = num_tokens / tokens_per_s
-    return HeadStart(
-        chunk_tokens, tokens_per_s, len(ends) + 1, compute_s, read_s, saved_s, saved_s / (compute_s + read_s)
-    )
+    times = {"compute_s": compute_s, "read_s": read_s, "saved_s": saved_s, "share": saved_s / (compute_s + read_s)}
+    return {"chunk_tokens": chunk_tokens, "tokens_per_s": tokens_per_s, "chunks": len(ends) + 1, **times}

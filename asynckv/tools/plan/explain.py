@@ -125,8 +125,8 @@ def _head_starts(report: dict[str, Any], chunk_tokens: int, tokens_per_s: float)
         sums[sides[g["group"]]["kind"] == "tokens" and not sides[g["group"]]["window"]] += g["bytes_read"]
     for blocks in BLOCKS:
         read_s = max(1 / row["requests_per_s"] for row in report["bounds"] if row["blocks"] in (blocks, ""))
-        made = bound.head_start(*request, chunk_tokens, tokens_per_s, read_s, sums[True] / sums.total())
-        yield {"blocks": blocks, **made._asdict()}
+        found = bound.head_start(*request, chunk_tokens, tokens_per_s, read_s, sums[True] / sums.total())
+        yield {"blocks": blocks, **found}
 
 
 def _bounds(
