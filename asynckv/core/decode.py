@@ -249,7 +249,9 @@ class DecodeSide:
             if not isinstance(exc, RemoteTooShort | PlanRefused | LayoutError):
                 raise
             return pull
-        self._carry_out(pull, effects, now, wakes=pull.reason is not None)
+        # A pull that has waited for long warns earlier again, from now on.
+        wakes = pull.reason is not None or pull.warn_at < pull.scheduled_at
+        self._carry_out(pull, effects, now, wakes=wakes)
         return pull
 
     def next_read(self, now: float) -> PostRead | None:
