@@ -250,8 +250,7 @@ class DecodeSide:
                 raise
             return pull
         # A pull that has waited for long warns earlier again, from now on.
-        wakes = pull.reason is not None or pull.warn_at < pull.scheduled_at
-        self._carry_out(pull, effects, now, wakes=wakes)
+        self._carry_out(pull, effects, now, wakes=pull.reason is not None or pull.warn_at < pull.scheduled_at)
         return pull
 
     def next_read(self, now: float) -> PostRead | None:
