@@ -417,7 +417,7 @@ class Engine:
         Call it on every prefill rank, only for whole blocks, and only once **every** rank has written them. Give groups
         whose blocks may still change an empty list: windows, states and drafts. If there are hashes, let each piece end
         with a whole one; readers trust no token behind it. Lend the request at its end as any other, with its ticket
-        and all of its blocks. A piece that nobody reads costs nothing.
+        and all of its blocks. A piece without a reader costs nothing.
 
         A piece holds no block. All pieces of a ticket end with its loan, with `withdraw_ticket`, or with `end_pieces`.
 

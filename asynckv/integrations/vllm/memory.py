@@ -254,15 +254,15 @@ def _attention(layer: str, spec: Any, place: Place, facts: ModelFacts) -> Attent
 
 def _shared(layer: str, spec: Any, kind: Any, tensor: Tensor, place: Place, facts: ModelFacts) -> Attention:
     """Return a kind of layer for ranks that share its tokens, or raise `ConfigError` if they cannot be told apart."""
-    who = f"layer {layer!r} ({facts.backend(layer) or type(spec).__name__})"
+    where = f"layer {layer!r} ({facts.backend(layer) or type(spec).__name__})"
     apart = f"so the tokens of {place.dcp_size} ranks cannot be told apart"
     if not isinstance(kind, Attention):
         raise ConfigError(
-            f"{who}: the structure of its blocks is not known, {apart}; set --decode-context-parallel-size to 1"
+            f"{where}: the structure of its blocks is not known, {apart}; set --decode-context-parallel-size to 1"
         )
     if not kind.is_by_token and place.interleave % (tensor.shape[2] * kind.tokens_per_entry):
         raise ConfigError(
-            f"{who} keeps an order of its own inside a kernel block of {tensor.shape[2]} entries, {apart}; set "
+            f"{where} keeps an order of its own inside a kernel block of {tensor.shape[2]} entries, {apart}; set "
             f"--cp-kv-cache-interleave-size (now {place.interleave}) to a block, or --decode-context-parallel-size to 1"
         )
     return dataclasses.replace(kind, is_shared=True)
