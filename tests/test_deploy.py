@@ -344,10 +344,11 @@ class Composed:
         self.services: dict[str, dict[str, Any]] = documents(DEPLOY / "compose.yaml")[0]["services"]
         self.running: dict[str, Child] = {}
         self._keys, self._groups = str(keys), list[Processes]()
-        taken = [socket.create_server(("127.0.0.1", 0)) for _ in self.services]
-        self.ports = {name: each.getsockname()[1] for name, each in zip(self.services, taken, strict=True)}
-        for each in taken:
-            each.close()
+        self._ports = {name: socket.socket() for name in self.services}
+        for each in self._ports.values():  # kept: until its service listens, the system gives a port to nobody else
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            each.bind(("127.0.0.1", 0))
+        self.ports = {name: each.getsockname()[1] for name, each in self._ports.items()}
 
     def said(self, name: str, words: Sequence[str]) -> list[str]:
         here = {"/keys": self._keys, "$$": "$", "0.0.0.0": "127.0.0.1", "eth0": "lo"}
@@ -381,6 +382,8 @@ class Composed:
 
     async def aclose(self) -> None:
         assert [pid for group in reversed(self._groups) for pid in await group.stop()] == []
+        for each in self._ports.values():
+            each.close()
 
 
 @pytest.mark.timeout(2 * START_S)

@@ -18,7 +18,8 @@ import aiohttp
 import pytest
 
 from asynckv.tools.proxy.server import COMPLETIONS
-from tests.lab.crowd import Crowd, free_port, leases, python_with, router, running, texts, why
+from scripts.bench.versus.vllm_side import free_port
+from tests.lab.crowd import Crowd, leases, python_with, router, running, texts, why
 from tests.test_proxy import Client, Tiny, routed
 
 pytestmark = [pytest.mark.nixl, pytest.mark.timeout(600)]

@@ -20,7 +20,6 @@ import itertools
 import json
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ import aiohttp
 from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.router import Router
 from asynckv.tools.proxy.server import log_as_json, serving
+from scripts.bench.versus.vllm_side import free_port
 from tests.lab.fleet import Fleet, Process
 from tests.lab.why_live import run_why
 
@@ -194,13 +194,6 @@ async def running(rate: float = PER_S, *, is_scraped: bool = True, keep: Path | 
                 if not engine.is_lost:
                     with contextlib.suppress(ProcessLookupError):
                         engine.signal(signal.SIGCONT)
-
-
-def free_port() -> int:
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 # -- what is done ------------------------------------------------------------------------------------------------------

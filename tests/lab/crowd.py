@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -51,12 +50,6 @@ def python_with(requirements: Path) -> Path:
     (packages / "ours.pth").write_text(sysconfig.get_path("purelib"))
     done.touch()
     return python
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
+from scripts.bench.versus.vllm_side import free_port
 from tests.vllm.engines import Server, continued, prompt
 from tests.vllm.pairs import ASKED, Pair
 from tests.vllm.setups import Connector, Setup
@@ -107,11 +108,11 @@ def collector() -> Iterator[Collector]:
 def free_ports(count: int) -> int:
     """The first of ports that nobody has, one after the other."""
     while True:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError, OverflowError):
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for more in range(1, count):
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            first = free_port()
+            for more in range(count):
                 stack.enter_context(socket.create_server(("127.0.0.1", first + more)))
-            return int(first)
+            return first
 
 
 def asked(port: int, path: str) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 import aiohttp
 import vllm
 
-from tests.lab.crowd import Crowd, free_port, leases, router, running, texts, why
+from scripts.bench.versus.vllm_side import free_port
+from tests.lab.crowd import Crowd, leases, router, running, texts, why
 from tests.test_proxy import Tiny
 
 PROXY = Path(vllm.__file__).parents[1] / "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
