@@ -360,10 +360,11 @@ def test_both_sides_of_a_request_meet() -> None:
 
 
 def test_a_lease_tells_what_its_readers_said() -> None:
+    claimed = {"reader": "decode/tp0@be26aa13", "pull_id": "be26aa1311111111-1"}
     history = [
         [0.0, "lent"],
-        [1.0, "granted to decode/tp0@be26aa13, pull be26aa1311111111-1"],
-        [5.0, "released by decode/tp0@be26aa13, pull be26aa1311111111-1: retry"],
+        [1.0, {"note": "granted", **claimed}],
+        [5.0, {"note": "released", **claimed, "outcome": "retry"}],
     ]
     held = {"request_id": "a", "sequence": 0, "lent_s": 10.0, "claims": {"decode/tp0@be26aa13": {"heard_s": 8.0}}}
     service = join(

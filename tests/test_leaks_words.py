@@ -1,7 +1,4 @@
-"""No verdict reads words: every text for people may be reworded, and `asynckv why` concludes the same.
-
-Lines of asynckv 0.2.0 had words alone, which one module reads (`old_words.py`).
-"""
+"""No verdict reads words: every text for people may be reworded, and `asynckv why` concludes the same."""
 
 from __future__ import annotations
 
@@ -12,14 +9,11 @@ from typing import Any
 import pytest
 
 from asynckv import told
-from asynckv.core.types import How
-from asynckv.tools.diagnose.causes import CAUSE
 from asynckv.tools.diagnose.findings import find
 from asynckv.tools.diagnose.leaks_pulls import failures
-from asynckv.tools.diagnose.old_words import coded
 from asynckv.tools.diagnose.records import Record
 from tests.lab.leaks_truth import one
-from tests.test_leaks import BLOCKED, CASES, CELLS, FAILURES, NAMES, RANK, D, P, begun, expired, gone, met, say, seen_of
+from tests.test_leaks import BLOCKED, CASES, CELLS, FAILURES, seen_of
 
 LOREM = "lorem ipsum dolor"
 NAMED = {
@@ -86,10 +80,8 @@ EVERY = {
 
 
 def test_no_verdict_changes_when_every_text_is_another() -> None:
-    """As engines log it today: what was coded once is not read again in words."""
     changed = []
     for name, records in EVERY.items():
-        records = list(map(coded, records))
         if concluded(list(map(reworded, records))) != concluded(records):
             changed.append(name)
     assert changed == []
@@ -99,7 +91,7 @@ def test_no_verdict_changes_when_every_text_is_another() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "seeds"), [("leaky", range(8)), ("faults", range(24, 28))])
 def test_nor_does_one_about_what_engines_log(kind: str, seeds: range) -> None:
-    """Simulated services: the lines of today's engines, of which none has words alone."""
+    """Simulated services: the lines of today's engines."""
 
     def edit(text: str) -> str:
         return "".join(json.dumps(scrambled(json.loads(x))) + "\n" for x in text.splitlines())
@@ -107,44 +99,3 @@ def test_nor_does_one_about_what_engines_log(kind: str, seeds: range) -> None:
     for seed in seeds:
         (found, before), (others, after) = one(seed, kind), one(seed, kind, edit=edit)
         assert ([x.what for x in others], after) == ([x.what for x in found], before), seed
-
-
-@pytest.mark.parametrize(
-    ("words", "how"),
-    [
-        (f"{RANK[P]} (tcp://10.0.0.1:1) said goodbye", How.GOODBYE),
-        (f"{RANK[P]} was silent for 4.0 s", How.SILENT),
-        ("forgotten by request", How.FORGOTTEN),
-        ("the remote process is gone (NIXL_ERR_REMOTE_DISCONNECT)", How.BROKEN),
-    ],
-)
-def test_words_of_old_lines_become_codes(words: str, how: How) -> None:
-    assert coded(gone(20.0, words)).text("how") == how
-    assert coded(gone(20.0, words, how="idle")).text("how") == "idle", "a code counts"
-
-
-def test_old_lines_name_the_key_the_rank_and_the_limit_in_words() -> None:
-    where = f"{RANK[P]} (tcp://10.0.0.1:1#ab)"
-    for words, how in (
-        (f"{where} cannot be asked: its key is not in this engine's directory of authorized keys", "unlisted_listener"),
-        (f"{where} did not answer within 5 s; it seems to turn our connection away: with keys, ...", "turned_away"),
-        (f"{where} did not answer within 5 s", "no_answer"),
-    ):
-        ended = say(
-            16, told.PullEnded, D, **NAMES, cause="peer_unreachable", detail=words, peer_ranks=[RANK[P], "x/tp0"]
-        )
-        assert (coded(ended).text("how"), coded(ended).texts("failed_with")) == (how, (RANK[P],))
-    refused = [29.0, "renew", "expired", RANK[D], "lent for longer than max_lease_s 30.0"]
-    notes = [[0.0, "lent"], [0.1, f"granted to {RANK[D]}, pull x-1"], [2.0, "gone: y"]]
-    ended = coded(expired(refused=[refused], history=notes))
-    assert ended.fields["refused"] == [[*refused, "max_lease_s"]]
-    assert ended.fields["history"][1:] == [[0.1, {"note": "granted", "reader": RANK[D], "pull_id": "x-1"}], notes[2]]
-    assert coded(ended).fields == ended.fields
-
-
-def test_an_orderly_goodbye_in_other_words_is_no_death() -> None:
-    lent = say(20.0, told.LeaseLent, P, **NAMES, blocks=4, lease_s=30.0)
-    records = [begun(D), *met(), begun(P), lent, gone(25.0, "it took its leave", how="goodbye"), say(80.0, "later", D)]
-    assert not seen_of(records).late
-    lost = [*records[:-2], gone(25.0, "it took its leave", how="broken"), records[-1]]
-    assert [x.cause for x in seen_of(lost).late] == [CAUSE.PREFILL_DIED]

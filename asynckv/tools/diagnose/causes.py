@@ -21,8 +21,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
 
-from asynckv.core.types import How
-
 
 class HEADING(enum.StrEnum):
     GONE = "process gone"
@@ -95,8 +93,6 @@ REFUSED_AS = {reason: ReaderView[name] for name, reasons in _ROWS.pop("refused_a
 """The reader's view that a refusal shows by its reason. It is `ANY` for reasons that add nothing about the missing
 release of the lease, and `REFUSED` for reasons that are not listed."""
 
-OLD_WORDS = {words: How(how) for words, how in _ROWS.pop("old_words").items()}
-"""Words of a `detail` in logs without codes, the most telling first."""
 _REMEDIES: Mapping[str, str] = _ROWS.pop("remedies")
 _AS_REASON = {"PlanRefused": "unplannable", "RemoteTooShort": "remote_too_short", "Overloaded": "queue_full"}
 """Reasons of the errors that engines log when they refuse a call."""

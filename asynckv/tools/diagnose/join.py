@@ -33,7 +33,6 @@ from asynckv.told import LastClaim, RefusedMessage
 from asynckv.tools.console import grouped
 from asynckv.tools.diagnose.causes import WELL
 from asynckv.tools.diagnose.clocks import PutBack, mended
-from asynckv.tools.diagnose.old_words import coded
 from asynckv.tools.diagnose.records import Logs, Record, number
 
 GATHERED_S = 11.0  # most seconds by which a line is late: events about requests are gathered for some seconds
@@ -553,7 +552,6 @@ class _Builder:
         self._before: list[Record] = []
 
     def take(self, record: Record) -> None:
-        record = coded(record)
         process, event = self.speaks(record), record.event
         if event in LEASE_EVENTS:
             _place(self._lease(process, record), record)
