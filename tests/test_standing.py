@@ -314,7 +314,7 @@ def test_a_rank_without_a_log_is_missed_unless_it_is_past() -> None:
 
 def test_a_log_that_lacks_what_others_show_of_it_was_cut() -> None:
     gone = say(50.0, told.PeerChanged, D, peer=RANK[P], peer_incarnation=P, before="ready", state="gone",
-               cause="peer_lost", detail=f"{RANK[P]} said goodbye")  # fmt: skip
+               cause="peer_lost", how="goodbye")  # fmt: skip
     assert codes(seen([*RUNNING, alive(P, 49.0), gone, alive(D, 60.0)])) == ([], ["cut"])
     assert is_well(seen([*RUNNING, stopped(P, 50.0), gone, alive(D, 60.0)]))
     # Its reader says that the pull failed, in a release; the reader's log says nothing of it.

@@ -163,7 +163,8 @@ def test_the_ground_has_starts_ends_and_when_the_loop_was_away(axis: Axis) -> No
 def test_a_reader_whose_log_is_not_there_is_named_by_what_the_prefill_side_knows(tmp_path: Path) -> None:
     written = Written()
     written.begin()
-    steps = [[0.0, "lent"], [1.0, f"granted to {D[1]}, pull {'c' * 16}-9"], [2.0, "expired"]]
+    granted = {"note": "granted", "reader": D[1], "pull_id": f"{'c' * 16}-9"}
+    steps = [[0.0, "lent"], [1.0, granted], [2.0, "expired"]]
     why: dict[str, Any] = {"cause": "expired", "owed": [D[1]], "readers": {}, "history": steps}
     written.line("lease_ended", 6.0, P, "warning", request_id="chat-9", sequence=9, seconds=2.0, blocks=1, **why)
     axis = axis_of(written, tmp_path)
@@ -438,7 +439,8 @@ def test_an_id_that_only_one_side_knows_finds_its_request(tmp_path: Path, why: W
     lease: dict[str, Any] = {"request_id": "P:4,\n", "sequence": 30, "blocks": 1, "readers": {}, "owed": ["*"]}
     written.line("lease_ended", 5.0, P, "warning", cause="expired", **lease, seconds=1.0)
     # A pull that the prefill side alone speaks of: two grants to one reader, and the first is no longer its last.
-    steps = [[0.0, "lent"], *([i / 10, f"granted to {D[1]}, pull {'c' * 16}-4{i}"] for i in (1, 2)), [1.0, "expired"]]
+    granted = {"note": "granted", "reader": D[1]}
+    steps = [[0.0, "lent"], *([i / 10, {**granted, "pull_id": f"{'c' * 16}-4{i}"}] for i in (1, 2)), [1.0, "expired"]]
     lease = {"request_id": "chat-40", "sequence": 40, "blocks": 1, "readers": {}, "owed": [D[1]], "history": steps}
     written.line("lease_ended", 6.0, P, "warning", cause="expired", **lease, seconds=1.0)
     log = written.write(tmp_path)

@@ -123,7 +123,7 @@ class Written:
                 [0.05, "connecting"],
                 [0.06, "queued"],
                 [0.07, "reading"],
-                [0.08, f"{P} granted 10 s"],
+                [0.08, {"note": "promised", "rank": P, "seconds": 10.0}],
                 [0.25, "read_failed: a transfer failed"],
                 [0.25, "draining"],
                 [0.35, "notifying"],
@@ -143,12 +143,13 @@ class Written:
             seconds=0.1,
             phases={"queue": 0.01, "plan": 0.01, "read": 0.07, "confirm": 0.01},
         )
+        first, second = ({"reader": rank, "pull_id": pull} for pull in (one, two))
         steps = [
             [0.0, "lent"],
-            [0.12, f"granted to {rank}, pull {one}"],
-            [0.41, f"released by {rank}, pull {one}: retry"],
-            [0.91, f"granted to {rank}, pull {two}"],
-            [1.01, f"released by {rank}, pull {two}: complete"],
+            [0.12, {"note": "granted", **first}],
+            [0.41, {"note": "released", **first, "outcome": "retry"}],
+            [0.91, {"note": "granted", **second}],
+            [1.01, {"note": "released", **second, "outcome": "complete"}],
             [1.01, "released"],
         ]
         self.line(

@@ -314,8 +314,10 @@ class Inspector:
             wrong.append(f"{name} holds {'blocks without a lease, pull or job' if holder in holders else 'no blocks'}")
         wrong += self._decode.follows.audit()
         offers = self._prefill.offers
-        if offers.tickets.keys() - self._prefill.leases.keys() or {*offers.tickets.values()} != offers.lent.keys():
-            wrong.append("tickets are not those of lent requests")
+        lent = {ticket for key, ticket in offers.tickets.items() if key not in offers.pieces}
+        unlent = offers.tickets.keys() - self._prefill.leases.keys()
+        if lent != offers.lent.keys() or unlent != offers.pieces.keys():
+            wrong.append("tickets are not those of lent requests and of pieces")
         strays = sum([key not in self._prefill.leases for key in self._prefill.copies.by_key])
         return [*wrong, f"{strays} requests are not lent, and have packed copies"] if strays else wrong
 

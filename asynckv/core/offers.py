@@ -53,11 +53,11 @@ class Pieces:
     num_bytes: int = 0  # of their params
 
     def behind(self, follow: Follow) -> Raw | None:
-        """Return the newest piece that a follower can add to what it has, without a gap."""
-        return next((piece.params for piece in reversed(self.lent) if self.adds(piece, follow)), None)
+        """Assign the newest piece that a follower can add to what it has, without a gap, and return its params."""
+        return next((piece.params for piece in reversed(self.lent) if self.assign(piece, follow)), None)
 
-    def adds(self, piece: LentPiece, follow: Follow) -> bool:
-        """Return True if a follower can add a piece to what it has."""
+    def assign(self, piece: LentPiece, follow: Follow) -> bool:
+        """Return True if a follower can add a piece to what it has. Then only its cohort is offered pieces."""
         if not piece.begin <= follow.have < piece.end or self.cohort_id not in ("", follow.cohort.id):
             return False
         self.cohort_id = follow.cohort.id
@@ -67,7 +67,7 @@ class Pieces:
 class Offers:
     def __init__(self, parking: Parking, outbox: Outbox, max_ended: int) -> None:
         self.lent: dict[str, tuple[Lease, Raw]] = {}
-        self.tickets: dict[Key, str] = {}  # of the same requests
+        self.tickets: dict[Key, str] = {}  # of the same requests, and of pieces
         self.pieces: dict[Key, Lease] = {}  # no timer wakes these
         self.unread = set[Key]()  # of the newest piece of each ticket, until all its readers were granted it
         self.on_followed: Callable[[str], None] = lambda _: None
@@ -101,20 +101,22 @@ class Offers:
         """Offer a piece of a request that is still computed. It is nothing if the request has ended, or was lent."""
         if ticket in self.lent or ticket in self._ended:
             return
-        pieces = self._pieces.setdefault(ticket, Pieces())
+        pieces, key = self._pieces.setdefault(ticket, Pieces()), lease.lent.key
+        if len(pieces.lent) >= MAX_PIECES:
+            return
         begin = max([runs.first_token for runs in params.groups if runs.runs], default=params.num_tokens)
         piece = LentPiece(lease, begin, params.num_tokens, encode_offer(params))
         pieces.num_bytes += len(memoryview(piece.params))
-        if len(pieces.lent) >= MAX_PIECES or pieces.num_bytes > MAX_BYTES:
+        if pieces.num_bytes > MAX_BYTES:
             return
         self._outbox.counters["pieces.lent"] += 1
         self.unread -= {before.lease.lent.key for before in pieces.lent[-1:]}
         pieces.lent.append(piece)
-        self.pieces[lease.lent.key] = lease
-        self.unread.add(lease.lent.key)
+        self.pieces[key], self.tickets[key] = lease, ticket
+        self.unread.add(key)
         # Those that are parked could take none of the earlier pieces.
         parked = self._parking.by_key.get(ticket, {}).items()
-        takers = (x for x in parked if isinstance(x[1].message, Follow) and pieces.adds(piece, x[1].message))
+        takers = (x for x in parked if isinstance(x[1].message, Follow) and pieces.assign(piece, x[1].message))
         for place, taker in list(islice(takers, AT_ONCE)):
             self._parking.drop(ticket, place)
             self.answer(taker)
@@ -124,15 +126,18 @@ class Offers:
     def end_pieces(self, ticket: str) -> None:
         """Take back all pieces of a ticket: when this returns, no claim of them is granted any more."""
         for piece in self._pieces.pop(ticket, Pieces()).lent:
-            self.pieces.pop(piece.lease.lent.key, None)
-            self.unread.discard(piece.lease.lent.key)
+            self._forget(piece.lease.lent.key)
 
     def end_piece(self, key: Key) -> None:
         """Take back one piece, and offer it no more."""
-        del self.pieces[key]
+        pieces = self._pieces[self._forget(key)]
+        pieces.lent = [piece for piece in pieces.lent if piece.lease.lent.key != key]
+
+    def _forget(self, key: Key) -> str:
+        """Forget a piece; return its ticket."""
         self.unread.discard(key)
-        for pieces in self._pieces.values():
-            pieces.lent = [piece for piece in pieces.lent if piece.lease.lent.key != key]
+        del self.pieces[key]
+        return self.tickets.pop(key)
 
     def end_all_pieces(self) -> None:
         for ticket in list(self._pieces):

@@ -102,7 +102,7 @@ def test_a_seed_gives_the_same_run_twice() -> None:
 
 SEEN = {
     "a_gap_taken_for_read": 5,
-    "a_piece_that_outlives_the_last_loan": 91,
+    "a_piece_that_outlives_the_last_loan": 133,
     "a_pull_that_begins_anew": 3695,
     "a_tail_cleared_over_the_next_piece": 14,
     "padding_taken_for_tokens": 14,

@@ -40,7 +40,7 @@ class Chunks:
     ticket: str
     every: int  # tokens per hash, the same for all pieces
     tokens: array[int] = field(default_factory=lambda: array("q"))  # those of its pieces
-    blocks: Sequence[list[int]] = ()  # per group of vLLM; empty while it does not run
+    blocks: Sequence[list[int]] = ()  # per group of vLLM, since it last began to run
     cached: int = 0  # tokens that were there when it began to run
     settled: int = 0  # tokens that may be lent
     sizes: PieceSizes = field(default_factory=PieceSizes)
@@ -55,6 +55,7 @@ class Pieces:
         sizes = [group.block_size for group, is_lent in self._groups if is_lent]
         self._unit = math.lcm(*sizes) if sizes else 0
         self._of: dict[str, Chunks] = {}
+        self._runs: dict[str, Chunks] = {}  # those of the same that run
         self._is_late = is_late
 
     def add(self, request: Any, ticket: str) -> None:
@@ -65,7 +66,7 @@ class Pieces:
 
     def end(self, request_id: str) -> tuple[int, bool]:
         """Forget a request; return the tokens per hash of its pieces, and True if there are any."""
-        chunks = self._of.pop(request_id, None)
+        chunks, _ = self._of.pop(request_id, None), self._runs.pop(request_id, None)
         return (0, False) if chunks is None else (chunks.every, chunks.has_pieces)
 
     def stop(self) -> None:
@@ -87,26 +88,27 @@ class Pieces:
             if (chunks := self._of.get(name)) is not None:
                 if chunks.has_pieces:
                     loans.end_pieces(chunks.ticket)
-                chunks.blocks, chunks.has_pieces = (), False
+                chunks.has_pieces = False
+                self._runs.pop(name, None)
         for new in step.scheduled_new_reqs:
             self._run(new.req_id, new.block_ids, new.num_computed_tokens)
         cached = step.scheduled_cached_reqs
         for i, name in enumerate(cached.req_ids):
             if name in cached.resumed_req_ids:
                 self._run(name, cached.new_block_ids[i], cached.num_computed_tokens[i])
-            elif name in self._of and (ids := cached.new_block_ids[i]) is not None:
-                for mine, more in zip(self._of[name].blocks, ids, strict=False):
+            elif name in self._runs and (ids := cached.new_block_ids[i]) is not None:
+                for mine, more in zip(self._runs[name].blocks, ids, strict=True):
                     mine.extend(more)
-        for chunks in self._of.values() if self._unit else ():
-            if chunks.blocks:
-                try:
-                    self._lend(chunks, loans)
-                except AsyncKVError as exc:
-                    logger.warning("asynckv: a request has no further piece: %s", exc)
-                    chunks.blocks = ()
+        for name, chunks in list(self._runs.items()) if self._unit else ():
+            try:
+                self._lend(chunks, loans)
+            except AsyncKVError as exc:
+                logger.warning("asynckv: a request has no further piece: %s", exc)
+                del self._runs[name]
 
     def _run(self, name: str, blocks: Sequence[Sequence[int]], num_cached: int) -> None:
         if (chunks := self._of.get(name)) is not None:
+            self._runs[name] = chunks
             chunks.blocks, chunks.sizes = [list(ids) for ids in blocks], PieceSizes()
             chunks.cached, chunks.settled = num_cached, 0
 
