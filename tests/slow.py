@@ -17,7 +17,17 @@ PATIENT = [
     str((TESTS / f"test_{name}.py").relative_to(TESTS.parent))
     for name in (
         # These only compute.
-        *("alerts", "cli_streams", "deploy", "fuzz", "geometry", "machine", "offload_machine", "offload_planted"),
+        *(
+            "alerts",
+            "cli_streams",
+            "deploy",
+            "fuzz",
+            "geometry",
+            "look",
+            "machine",
+            "offload_machine",
+            "offload_planted",
+        ),
         "token_shards",
         # These have engines and processes as well, and wait for events within many seconds.
         *("bench_compare", "bench_remote", "bench_sweep", "bench_vs_vllm", "cli", "docs", "doctor"),

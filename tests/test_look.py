@@ -181,7 +181,7 @@ def test_looks_compare_each_byte_of_the_wanted_tokens_once_and_no_other(pair: di
 @pytest.mark.timeout(1800)
 @given(pair=pairs())
 @settings(
-    max_examples=int(os.environ.get("ASYNCKV_PAIRS", 800)), suppress_health_check=[HealthCheck.too_slow], deadline=None
+    max_examples=int(os.environ.get("ASYNCKV_PAIRS", 600)), suppress_health_check=[HealthCheck.too_slow], deadline=None
 )
 def test_looks_compare_each_byte_of_the_wanted_tokens_once_in_very_many_pairs(pair: dict[str, Any]) -> None:
     if (read := reading(pair)) is not None:

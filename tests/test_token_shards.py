@@ -109,7 +109,7 @@ def test_every_token_is_where_vllm_has_it_and_no_other_byte_is_touched(pair: dic
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @given(pair=pairs())
-@settings(max_examples=int(os.environ.get("ASYNCKV_PAIRS", "3000")), suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=int(os.environ.get("ASYNCKV_PAIRS", "2000")), suppress_health_check=[HealthCheck.too_slow])
 def test_every_token_is_where_vllm_has_it_in_very_many_pairs(pair: dict[str, Any]) -> None:
     """By default some of the pairs that are run before a release, with `ASYNCKV_PAIRS=100000`."""
     judge(pair)
@@ -148,8 +148,8 @@ def rows(rank: Rank, ids: list[int], first: int = 0, end: int = 2 * TOKENS) -> I
         yield (block, np.flatnonzero(chosen)), tokens[chosen]
 
 
-def check_small(there: tuple[int, tuple[int, int]], here: tuple[int, tuple[int, int]]) -> None:
-    """Read every rest of a prompt from one engine to another, direct and packed, and compare all memory."""
+def check_small(there: tuple[int, tuple[int, int]], here: tuple[int, tuple[int, int]], each: slice) -> None:
+    """Read rests of a prompt from one engine to another, direct and packed, and compare all memory."""
     (remotes, theirs), (locals_, mine) = small(there, 1), small(here, 100)
     for remote in remotes:
         for index, tokens in rows(remote, theirs):
@@ -157,7 +157,7 @@ def check_small(there: tuple[int, tuple[int, int]], here: tuple[int, tuple[int, 
     for local in locals_:
         tried = [oracle.maps(local, remotes, *how) for how in ((None, 0), (PACKED, oracle.PACK_BYTES))]
         before = local.arrays[0].copy()
-        for first in range(TOKENS + 1):
+        for first in range(TOKENS + 1)[each]:
             asked = [(first, np.array(mine[first // here[0] :], np.int64))]
             lists = BlockLists(asked, oracle.offers([(0, theirs)]), TOKENS)
             expected = before.copy()
@@ -185,14 +185,14 @@ def test_a_share_counts_the_tokens_that_vllm_places_on_a_rank() -> None:
 
 @pytest.mark.parametrize(("there", "here"), SHARED[:: len(SHARED) // 12])
 def test_some_small_ways_to_share_tokens_are_right_in_every_byte(there: Any, here: Any) -> None:
-    check_small(there, here)
+    check_small(there, here, slice(None))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_all_small_ways_to_share_tokens_are_right_in_every_byte() -> None:
-    for there, here in SHARED:
-        check_small(there, here)
+    for i, (there, here) in enumerate(SHARED):  # each pair with every third rest, which takes turns
+        check_small(there, here, slice(i % 3, None, 3))
 
 
 # -- windows and guesses -----------------------------------------------------------------------------------
