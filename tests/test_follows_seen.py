@@ -137,7 +137,7 @@ def test_integrity_finds_a_ticket_that_outlives_its_request() -> None:
     world.lend(prefill, params, ticket=TICKET)
     assert prefill.inspect.check_integrity() == []
     prefill.core.prefill.offers.lent[OTHER] = prefill.core.prefill.offers.lent[TICKET]
-    assert prefill.inspect.check_integrity() == ["tickets are not those of lent requests"]
+    assert prefill.inspect.check_integrity() == ["tickets are not those of lent requests and of pieces"]
 
 
 def test_counts_tell_what_became_of_followings() -> None:

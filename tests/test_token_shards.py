@@ -148,7 +148,9 @@ def rows(rank: Rank, ids: list[int], first: int = 0, end: int = 2 * TOKENS) -> I
         yield (block, np.flatnonzero(chosen)), tokens[chosen]
 
 
-def check_small(there: tuple[int, tuple[int, int]], here: tuple[int, tuple[int, int]], each: slice) -> None:
+def check_small(
+    there: tuple[int, tuple[int, int]], here: tuple[int, tuple[int, int]], each: slice = slice(None)
+) -> None:
     """Read rests of a prompt from one engine to another, direct and packed, and compare all memory."""
     (remotes, theirs), (locals_, mine) = small(there, 1), small(here, 100)
     for remote in remotes:

@@ -44,8 +44,8 @@ def test_services_with_head_starts_keep_every_promise() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_more_services_with_head_starts_keep_every_promise() -> None:
-    found = simulate_many(range(300_000, 300_400), AHEAD_FAULTS, jobs=os.cpu_count() or 1, make=make_ahead_script)
-    assert found.seeds == 400
+    found = simulate_many(range(300_000, 300_600), AHEAD_FAULTS, jobs=os.cpu_count() or 1, make=make_ahead_script)
+    assert found.seeds == 600
     assert found.violations == {}
     for kind in (*SHAPED, "crash", "close"):
         assert found.counts[f"moment.{kind}"] > 0, kind
