@@ -1,0 +1,76 @@
+"""Faults of head starts that a fourth review found: retries, ends of followings, and sleep."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from asynckv import PullConfig
+from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.pull import PullRequest
+from asynckv.core.types import Reason
+from asynckv.errors import NoOffer
+from tests.engines import Bench, until
+from tests.test_follows import TICKET, target_of
+from tests.test_head_start import HERE, THERE, Service
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_pull_that_waits_for_a_piece_keeps_its_retries_when_the_connection_breaks(is_early: bool) -> None:
+    """Meanwhile it is announced, and an announcement that fails tells its ranks that its reader has failed for good."""
+    service = Service(pull=PullConfig(retries=2))
+    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    if is_early:
+        service.early(2)
+    params, (lease,) = service.lend()
+    world.deliver_all()
+    request = decode.core.pull(PullRequest("d", [(0, list(HERE))], params), 2, 60.0, world.time(decode))
+    world.settle(decode)
+    world.deliver_all()
+    (read,) = decode.reads
+    world.tell(decode, TransferEnded(read, Ending.FAILED, "the connection broke", True))
+    for _ in range(20):
+        world.run(0.5)
+    assert request.pull is not None
+    assert request.pull.reason is Reason.COMPLETE, request.pull.detail
+    assert [decode.buffers.block(b) for b in HERE] == service.lent
+    assert lease.is_over
+    assert prefill.core.is_idle
+    assert decode.core.is_idle
+
+
+@pytest.mark.anyio
+async def test_a_head_start_ends_whose_offer_comes_in_the_turn_in_which_its_time_is_over() -> None:
+    """The core leaves the offer to the caller, which hears of the end alone."""
+    bench = Bench(False)
+    async with bench.pair() as (prefill, decode, group):
+        driver: Any = decode.engine._driver
+        core = driver.core
+        follow = asyncio.create_task(
+            decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))], wait_s=5.0)
+        )
+        await until(lambda: prefill.engine.is_followed(TICKET))
+        piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
+        prefill.engine.lend_piece(piece, TICKET)
+        await until(lambda: "pieces.complete" in decode.engine.statistics().counters)
+        await until(lambda: prefill.engine.is_followed(TICKET))
+        hear, packets = driver.control._on_packet, list[Any]()
+        driver.control._on_packet = lambda *packet: packets.append(packet)
+        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
+        lent = prefill.engine.lend(params, ticket=TICKET)
+        await until(lambda: packets)
+        driver.control._on_packet = hear
+        bench.clock.advance(5.0)
+        core.tick(bench.clock.now())
+        for packet in packets:  # in the same turn of the loop
+            hear(*packet)
+        with pytest.raises(NoOffer):
+            await follow
+        await decode.engine.returned("d")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(core.ledger) == 0, "its blocks have not returned"
+        assert lent.is_over, "nobody will read it"
+        assert not core.is_early("d")
