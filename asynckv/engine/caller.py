@@ -78,8 +78,9 @@ class Caller:
                 core.discharge(following.follow_id, following.params, following.cohort.id, driver.clock.now())
             driver.soon()
             raise
-        if following.params is None and core.is_early(following.request_id):
-            core.cancel(following.request_id, driver.clock.now())
+        if following.reason is not None and core.is_early(following.request_id):
+            # An offer may have come since its end, and is released with its head start.
+            core.cancel(following.request_id, driver.clock.now(), params=following.params)
             driver.soon()
         return offer_of(following)
 
