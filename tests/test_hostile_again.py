@@ -11,8 +11,8 @@ from asynckv import PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.pull import PullRequest
 from asynckv.core.types import Reason
-from asynckv.errors import NoOffer
-from tests.engines import Bench, until
+from asynckv.errors import NoOffer, PullCancelled
+from tests.engines import Bench, turn_loop, until
 from tests.test_follows import TICKET, target_of
 from tests.test_head_start import HERE, THERE, Service
 
@@ -74,3 +74,37 @@ async def test_a_head_start_ends_whose_offer_comes_in_the_turn_in_which_its_time
         assert len(core.ledger) == 0, "its blocks have not returned"
         assert lent.is_over, "nobody will read it"
         assert not core.is_early("d")
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["suspend", "aclose"])
+@pytest.mark.parametrize("is_early", [False, True])
+async def test_a_pull_that_its_own_engine_ends_is_cancelled_also_behind_a_piece(is_early: bool, how: str) -> None:
+    """`PeerUnreachable` (engine_closed) says that the prefill engine sleeps, so that its caller prefills elsewhere."""
+    bench = Bench(False)
+    async with bench.pair() as (prefill, decode, group):
+        data = decode.data
+        data.deferred = True
+        if is_early:
+            follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))]))
+            await until(lambda: prefill.engine.is_followed(TICKET))
+            piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
+            prefill.engine.lend_piece(piece, TICKET)
+            await until(lambda: data.running)
+        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
+        prefill.engine.lend(params, ticket=TICKET)
+        if is_early:
+            await follow
+        pull = asyncio.create_task(decode.engine.pull("d", [(0, list(HERE))], params))
+        await until(lambda: data.running)
+        await turn_loop(20)
+        ending = asyncio.create_task(getattr(decode.engine, how)(0.0))
+        await turn_loop(20)
+        data.finish()
+        while not (pull.done() and ending.done()):
+            await asyncio.sleep(0)
+            bench.clock.advance(0.05)
+        with pytest.raises(PullCancelled) as caught:
+            await pull
+        assert caught.value.reason == "cancelled"
+        assert caught.value.held == {}
