@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
-from asynckv import PullConfig
+from asynckv import DecodeLedger, PlanRefused, PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.pull import PullRequest
 from asynckv.core.types import Reason
+from asynckv.embed import Cancel, Failed, Finished, Offer
 from asynckv.errors import NoOffer, PullCancelled
 from tests.engines import Bench, turn_loop, until
 from tests.test_follows import TICKET, target_of
@@ -108,3 +110,31 @@ async def test_a_pull_that_its_own_engine_ends_is_cancelled_also_behind_a_piece(
             await pull
         assert caught.value.reason == "cancelled"
         assert caught.value.held == {}
+
+
+def early_of(num_ranks: int = 1) -> DecodeLedger:
+    """Return the ledger of a decode engine with a request that has a head start, and is not offered yet."""
+    service, ledger = Service(), DecodeLedger(num_ranks)
+    ledger.follow("d", msgspec.to_builtins(service.follows[0].target), takes_pieces=True)
+    ledger.take_orders()
+    piece = msgspec.to_builtins(service.params(1, 0, "p/1", recall=True))
+    ledger.update(0, Finished(offered=[Offer("d", piece, is_piece=True)]))
+    ledger.start_early("d", [(0, [1])])
+    ledger.take_orders()
+    return ledger
+
+
+def test_a_head_start_whose_prompt_is_cached_is_released_as_soon_as_it_is_offered() -> None:
+    """`release` says so of each request; without it the prefill engine waits for the end of the lease."""
+    ledger = early_of()
+    ledger.release("d")
+    assert Cancel("d", follows_on=True) in ledger.take_orders()
+
+
+def test_a_head_start_that_fails_is_released_as_soon_as_it_is_offered() -> None:
+    """Its prefill engine goes on, and nobody else knows that its loan will not be read."""
+    ledger = early_of(2)
+    ledger.update(0, Finished(failed=[Failed("d", PlanRefused("it does not fit"))]))
+    (order,) = ledger.take_orders()
+    assert isinstance(order, Cancel)
+    assert order.follows_on
