@@ -420,8 +420,11 @@ class DecodeLedger(_Ledger):
 
     def release(self, request_id: str) -> None:
         """Need no lent KV for a request, because its prompt is cached: release it now, or as soon as it is offered."""
-        if (fetch := self._current.get(request_id)) is not None and fetch.state is State.FOLLOWING:
-            self._move(self._current.pop(request_id), Event.SPARE)
+        fetch = self._current.get(request_id)
+        if fetch is not None and fetch.params is None and fetch.state in FOLLOWED:
+            is_early = fetch.state is State.EARLY
+            fetch.is_cancelled = is_early
+            self._move(self._current.pop(request_id), Event.CANCEL if is_early else Event.SPARE)
             self._order(Cancel(fetch.name, follows_on=True))  # the ranks release it, because no step may come any more
         else:
             self.cancel(request_id)
