@@ -620,10 +620,11 @@ class DecodeLedger(_Ledger):
         if is_unbegun and not fetch.is_released:
             # This rank released nothing, so it needs the params. On the others the same order only ends the pull.
             fetch.is_released = True
-            self._order(Cancel(fetch.name, fetch.lent))
+            self._order(Cancel(fetch.name, fetch.lent, follows_on=fetch.params is None))
         elif fetch.state is State.EARLY:
-            # The ranks follow on, and one that has failed here does not know the params that came since.
-            self._order(Cancel(fetch.name, fetch.lent))
+            # The ranks follow on, and one that has failed here does not know the params that came since. What is
+            # offered later is released, because its prefill engine does not know of the failure.
+            self._order(Cancel(fetch.name, fetch.lent, follows_on=fetch.params is None))
         elif fetch.state is State.PULLING and fetch.ranks:
             self._order(Cancel(fetch.name))
         self._move(fetch, Event.FAIL)
