@@ -21,7 +21,7 @@ from tests.test_head_start import HERE, THERE, Service
 
 @pytest.mark.parametrize("is_early", [False, True])
 def test_a_pull_that_waits_for_a_piece_keeps_its_retries_when_the_connection_breaks(is_early: bool) -> None:
-    """Meanwhile it is announced, and an announcement that fails tells its ranks that its reader has failed for good."""
+    """What claims meanwhile is no attempt, so its failure is not the reader's last word."""
     service = Service(pull=PullConfig(retries=2))
     world, (prefill,), (decode,) = service.world, service.prefill, service.decode
     if is_early:
@@ -41,6 +41,28 @@ def test_a_pull_that_waits_for_a_piece_keeps_its_retries_when_the_connection_bre
     assert lease.is_over
     assert prefill.core.is_idle
     assert decode.core.is_idle
+
+
+def test_an_attempt_after_a_pause_trusts_nothing_that_pieces_brought() -> None:
+    """Nothing holds the blocks in the pause."""
+    service = Service()
+    world, (decode,) = service.world, service.decode
+    service.early(2)
+    world.run()
+    params, (lease,) = service.lend()
+    world.deliver_all()
+    request = decode.core.pull(PullRequest("d", [(0, list(HERE))], params), 2, 60.0, world.time(decode))
+    world.settle(decode)
+    world.deliver_all()
+    (read,) = decode.reads
+    assert request.pull is not None
+    world.tell(decode, TransferEnded(read, Ending.FAILED, "the connection broke", True))
+    decode.buffers.overwrite(HERE[0], 77)
+    for _ in range(20):
+        world.run(0.5)
+    assert request.pull.reason is Reason.COMPLETE, request.pull.detail
+    assert [decode.buffers.block(b) for b in HERE] == service.lent
+    assert lease.is_over
 
 
 @pytest.mark.anyio
@@ -138,3 +160,19 @@ def test_a_head_start_that_fails_is_released_as_soon_as_it_is_offered() -> None:
     (order,) = ledger.take_orders()
     assert isinstance(order, Cancel)
     assert order.follows_on
+
+
+def test_a_ticket_that_is_followed_on_to_be_released_can_be_followed_anew() -> None:
+    """As by a caller that tries a failed head start again."""
+    service = Service()
+    world, (decode,) = service.world, service.decode
+    assert decode.core.cancel("d", world.time(decode), follows_on=True)
+    world.settle(decode)
+    world.deliver_all()
+    anew = service.follow(decode, "again")
+    world.run()
+    params, (lease,) = service.lend()
+    world.run()
+    assert anew.params == params
+    assert not lease.is_over, "the earlier follow has released it"
+    assert decode.inspect.check_integrity() == []

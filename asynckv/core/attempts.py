@@ -143,6 +143,8 @@ class Request:
             pause_s = min(self.pause_s * 2 ** min(self.attempts - 1, 16), MAX_PAUSE_S)
             when = max(now + pause_s, pull.not_before)
         event = E.FAILED_FOR_NOW if when < self.deadline else E.ENDED
+        if event is E.FAILED_FOR_NOW and self.head is not None:
+            self.head.newest = None  # nothing holds the blocks meanwhile, so the next attempt fills all of them
         self.state, self.next_at = ON_EVENT[self.state].get(event) or self._allow(event), when
 
     def time(self, now: float) -> None:

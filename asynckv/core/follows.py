@@ -40,6 +40,8 @@ class Follows:
     def begin(self, following: Following, now: float) -> None:
         """Follow a ticket. The caller has made way for its rank."""
         ticket = following.target.ticket
+        if (spared := self._by_ticket.get(ticket)) is not None and spared.state is S.SPARED:
+            self.end(spared, Reason.CANCELLED, "followed anew", now, tells=False)
         if (other := self._by_ticket.get(ticket)) is not None or following.request_id in self.by_request:
             name, what = (other or following).request_id, "this ticket" if other is not None else "a ticket"
             raise LocalProtocolError(f"request {name[:200]!r} follows {what} already; cancel it first")

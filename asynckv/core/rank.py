@@ -240,7 +240,9 @@ class RankCore:
             if early.state is RequestState.PAUSING:  # claim and renew meanwhile, as any other pull that waits
                 wait_s = timeout_s + self.config.pull.drain_s  # the request ends it before that
                 with suppress(AsyncKVError):  # then the attempt is refused
-                    self.decode.announce(self._make_pull(wanted, wait_s, now, KIND.ANNOUNCEMENT), now)
+                    pull = self._make_pull(wanted, wait_s, now, KIND.PULL)
+                    pull.retryable = early.retryable  # if it fails, the attempt itself follows
+                    self.decode.announce(pull, now)
             return early
         request = Request(wanted, retries, self.config.pull.retry_s, now + timeout_s, now)
         self._attempt(request, now)
