@@ -751,7 +751,7 @@ class PrefillLedger(_Ledger):
         hashes: Sequence[str] = (),
         hash_tokens: int = 0,
     ) -> None:
-        """Lend finished blocks of a request that is still computed, on every rank, if its ticket is `followed`.
+        """Lend finished blocks of a request that is still computed, on every rank, for a ticket that is `followed`.
 
         The rules are those of `Engine.lend_piece`; the arguments are those of `PrefillRanks.make_params`. A piece is
         never in `take_free`. Order `end_pieces` before its blocks are used for anything else.

@@ -47,7 +47,7 @@ def prepare() -> None:
         except OSError:
             # Otherwise the next file or socket gets this number, and libraries print into it.
             with contextlib.suppress(OSError):
-                os.open(os.devnull, os.O_RDWR)
+                os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     elif isinstance(out := sys.stdout, io.TextIOWrapper):

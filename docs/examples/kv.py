@@ -67,7 +67,7 @@ def start(work: Callable[..., Any], *args: Any) -> Connection:
     """Start a process, and return this end of the pipe to it."""
     context = multiprocessing.get_context("spawn")
     ours, its = context.Pipe()
-    context.Process(target=run, args=(work, *args, its)).start()
+    context.Process(target=run, args=(work, *args, its), daemon=True).start()  # else Ctrl-C waits for its `recv`
     return ours
 
 

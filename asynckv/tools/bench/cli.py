@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import math
 import shlex
 import sys
@@ -52,19 +53,27 @@ def bench(context: typer.Context, **given: Any) -> None:
     if target == "-":
         raise ConfigError("--log -: logs cannot go to stdout; give a file, or omit --log to see errors on stderr")
     if target is not None:
+        if target == json:
+            raise ConfigError(f"--log and --json name the same file, {target}; give each its own")
         write("--log", target, "")
-    with contextlib.nullcontext(sys.stderr) if target is None else open(target, "a", 1, "utf-8") as stream:
-        configure_logging(experiment.options.level, stream=stream)
-        try:
+    try:
+        with contextlib.nullcontext(sys.stderr) if target is None else open(target, "a", 1, "utf-8") as stream:
+            configure_logging(experiment.options.level, stream=stream)
             with Bar(errors) as bar:
                 bar.begin("sizing the pools")
                 found = asyncio.run(driver.run(experiment, bar))
-        except asyncio.CancelledError:
-            raise KeyboardInterrupt from None
-        result = report.make(experiment, found)
-        result["command"] = shlex.join(["asynckv", *sys.argv[1:]])
-    write_json(json, result)
-    report_text.show(result, shown)
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    except OSError as exc:
+        if exc.errno != errno.ENOSPC:
+            raise
+        raise ConfigError(f"--log {target}: cannot be written: {exc.strerror}") from None
+    result = report.make(experiment, found)
+    result["command"] = shlex.join(["asynckv", *sys.argv[1:]])
+    try:
+        write_json(json, result)
+    finally:  # a long run is not lost with the file
+        report_text.show(result, shown)
     raise typer.Exit(0 if report.is_good(result) else 1)
 
 

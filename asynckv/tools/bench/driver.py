@@ -175,8 +175,11 @@ class Driver:
         follows = options.follow and (bool(way) or not len(found.windows_s) % 2)
         before = {**found.cpu_s, **found.bytes}
         for r, lent, pulled in wave:
+            arrival_s = r.arrival_s - clock_s if is_open else 0.0
+            # All are lent before the window opens.
+            lease_s = min(options.lease.lease_s + max(arrival_s, 0.0), options.lease.max_lease_s)
             told = params = groups[r.lender].make_params(
-                f"prefill-{r.number}", lent, r.tokens, written=follows or not options.follow
+                f"prefill-{r.number}", lent, r.tokens, lease_s=lease_s, written=follows or not options.follow
             )
             num_chunks = 1 if way == ONE_CHUNK else options.chunks or 0
             ticket = secrets.token_hex(16) if follows else ""
@@ -185,7 +188,6 @@ class Driver:
                 told = {k: params[k] for k in FollowParams.__struct_fields__ if k in params} | {"ticket": ticket}
             work = p.Work(r.number, lent, r.tokens, params, (it.workload.chunk_tokens, r.chunks), ticket)
             lend[r.lender].append(replace(work, num_chunks=num_chunks))
-            arrival_s = r.arrival_s - clock_s if is_open else 0.0
             ahead = num_chunks if way in (HEAD_START, LATE) else 0
             pull[r.reader].append(replace(work, lists=pulled, arrival_s=arrival_s, params=told, num_chunks=ahead))
         ranks = Counter(self._roles.values())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from asynckv.engine import Engine
 
 HEAD_START, ONE_PULL, ONE_CHUNK, LATE = WAYS = ("head_start", "one_pull", "one_chunk", "late_follower")
-HEAD = ("in turns", "p50", "of one pull", "of a chunk", "CPU decode", "CPU prefill", "read", "pieces")
+HEAD = ("in turns", "p50", "ratio to one pull", "ratio to one chunk", "CPU decode", "CPU prefill", "read", "pieces")
 FIGURES = ("p50_s", "decode", "prefill", "read", "wanted", "pieces")  # time, CPU seconds of each side, and bytes
 Turns = dict[str, list[dict[str, float]]]  # way -> figures of each request
 

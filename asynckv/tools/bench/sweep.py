@@ -111,6 +111,8 @@ def _options(command: Any, args: Sequence[str]) -> dict[str, Sequence[str | None
         name = flag.lstrip("-")
         if param.name in OF_SINGLE_RUNS:
             raise ConfigError(f"{flag} is for single runs; the reports of a sweep are the lines of --out")
+        if name == "chunks":
+            raise ConfigError(f"{flag} is for single runs, because the figures of a sweep are those of one way to read")
         if name in given:
             raise ConfigError(f"{flag} was given twice; an axis is one list, such as {flag} 1,16,64")
         try:

@@ -172,9 +172,12 @@ class Journal:
     def add(self, line: Head | Row) -> None:
         """Append a line, and return when it is on disk."""
         data = _encoder.encode(line) + b"\n"
-        while data:
-            data = data[self._file.write(data) :]
-        os.fsync(self._file)
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+            os.fsync(self._file)
+        except OSError as exc:
+            raise ConfigError(f"{self._name}: cannot be written: {exc.strerror}") from exc
         self.sweep.take(line)
 
     def close(self) -> None:

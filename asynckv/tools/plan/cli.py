@@ -84,6 +84,8 @@ def plan(
     from asynckv.tools.plan.layout_file import load_layouts
     from asynckv.tools.progress import Bar
 
+    if prefill_rate is None and chunk_tokens != explain.CHUNK_TOKENS:
+        raise ConfigError("--chunk-tokens is the size of a chunk of a head start; give --prefill-rate as well")
     shown, errors = consoles(json)
     theirs, mine = load_layouts(prefill, "prefill"), load_layouts(decode, "decode")
     cached = cached_tokens(prefix_hit, tokens)
