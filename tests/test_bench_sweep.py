@@ -120,6 +120,7 @@ def test_semicolons_separate_values_that_hold_commas() -> None:
         (["--concurrency", "1,1"], "two points of the sweep are the same: concurrency 1"),
         (["--seed", ",".join(map(str, range(101))), "--tp", ",".join(map(str, range(101)))], "10201 points"),
         (["--json", "x"], "is for single runs"),
+        (["--chunks", "2,4"], "is for single runs"),
         (["--rounds", "0"], "'--rounds': Input should be greater"),
         (["--out", "x.json"], "neither a FILE.jsonl nor a directory"),
         (["--out", "/etc/passwd"], "--out /etc/passwd is neither a FILE.jsonl nor a directory"),

@@ -68,6 +68,7 @@ SMALL = ["bench", "--layers", "2", "--prompt-tokens", "64:300", "--concurrency",
         (["--posting-threads", "17"], "posting_threads is 17"),
         (["--json", "NONE/report.json"], "--json NONE/report.json"),
         (["--log", "NONE/log.jsonl"], "--log NONE/log.jsonl"),
+        (["--log", "/dev/null", "--json", "/dev/null"], "name the same file, /dev/null"),
         (["--prompt-tokens", "128:0.8,x:1"], "'x:1' is no length and weight"),
         (["--prompt-tokens", "128:0.8,256"], "'256' is no length and weight"),
         (["--prompt-tokens", "128:1,256:-1"], "'256:-1'"),
@@ -134,6 +135,7 @@ def test_help_loads_nothing_heavy() -> None:
     ("ranks", "options"),
     [
         (2, []),
+        (2, ["--rate", "10", "--timeout-s", "2"]),  # most are due later than a lease of theirs would last
         (3, ["--tp", "1:2", "--follow"]),
         (3, ["--tp", "2:1", "--order", "hnd", "--prefix-hit", "37", "--block-size", "48:16"]),
         (3, ["--model", "nemotron-h-8b", "--tp", "1:2", "--prefix-hit", "30%", "--order", "nhd:hnd"]),

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from asynckv.config import EngineConfig
 from asynckv.core.pull import Kind, Pull
+from asynckv.core.rank import RankCore
 from asynckv.core.types import Key, Reason, TransferId
 from asynckv.core.wire import Claim, Follow, Offered, Unfollow, decode_offer, encode_packet
 from asynckv.embed import EngineDesk, LendPiece, Order
@@ -32,12 +33,23 @@ from asynckv.embed import Follow as FollowOrder
 from asynckv.embed.ledgers import DecodeLedger, Fetch, PrefillLedger, State
 from asynckv.embed.orders import Finished
 from asynckv.errors import AsyncKVError, EngineClosed, NoOffer, PlanRefused
-from asynckv.geometry.layout import ONE_PER_REQUEST, Group, Layout, Memory, View, attention_view, dense_part, shard
+from asynckv.geometry.layout import (
+    ONE_PER_REQUEST,
+    Group,
+    Layout,
+    Memory,
+    TokenShard,
+    View,
+    attention_view,
+    dense_part,
+    shard,
+)
 from asynckv.scheduler import PieceSizes, PrefillRanks
 from asynckv.testing.fabric import Transfer
 from tests.lab.ahead_script import (
     CLAIMED,
     FOLLOWED,
+    FULL,
     LANDED,
     MOMENTS,
     MOST_TOKENS,
@@ -131,17 +143,22 @@ class Rank(StagedRank):
         size = script.prefill if role == "prefill" else script.decode
         self.block_size = script.sizes[role == "decode"]
         lo, hi = shard(HEADS, index, size)
-        self.heads = range(lo, hi)
+        self.sharing, interleave = script.shards[role == "decode"]
+        shared = TokenShard(0, self.sharing, index % self.sharing, interleave)
+        of_shared = range(*shard(HEADS, index // self.sharing, size // self.sharing))
+        self.shares = [shared if kind == FULL else TokenShard(0) for kind in script.groups]
+        self.heads = [of_shared if kind == FULL else range(lo, hi) for kind in script.groups]
+        self.naps = 0
         self.num_blocks = [2 if kind == STATE else 2 * -(-MOST_TOKENS // self.block_size) for kind in script.groups]
         groups, views, memories = [], [], []
         for g, kind in enumerate(script.groups):
-            tokens = 1 if kind == STATE else self.block_size
-            length = self.num_blocks[g] * tokens * len(self.heads) * 2 * DIM * 2
+            heads, tokens = self.heads[g], self.tokens_held(g)
+            length = self.num_blocks[g] * tokens * len(heads) * 2 * DIM * 2
             memories.append(Memory((1 + index + 8 * g + 64 * (role == "decode") + 128 * engine) << 36, length))
             window = WINDOW_TOKENS if kind == WINDOW else 0
             if kind == STATE:
                 groups.append(Group(f"g{g}", ONE_PER_REQUEST, self.num_blocks[g], kind="state"))
-                dims = [("unit", len(self.heads) * 2 * DIM)]
+                dims = [("unit", len(heads) * 2 * DIM)]
                 held = (lo * 2 * DIM, hi * 2 * DIM)
                 part = dense_part("state", "float16", dims, axis="unit", held=held, extent=HEADS * 2 * DIM)
                 views.append(View(g, g, f"l{g}", 0, dims[0][1] * 2, (part,)))
@@ -149,20 +166,27 @@ class Rank(StagedRank):
             groups.append(Group(f"g{g}", self.block_size, self.num_blocks[g], window=window))
             prefill = ("block", "kv", "token", "head", "dim")
             order = prefill if role == "prefill" else ("block", "head", "kv", "token", "dim")
-            sizes = {"kv": 2, "block": self.num_blocks[g], "token": tokens, "head": hi - lo, "dim": DIM}
+            sizes = {"kv": 2, "block": self.num_blocks[g], "token": tokens, "head": len(heads), "dim": DIM}
             view = attention_view(
                 layer=f"l{g}",
                 order=order,
                 sizes=sizes,
                 dtype="float16",
-                heads=(lo, hi),
+                heads=(heads.start, heads.stop),
                 num_heads=HEADS,
                 memory=g,
                 group=g,
             )
             views.append(view)
         self.layout = Layout(
-            tp_rank=index, tp_size=size, memories=tuple(memories), groups=tuple(groups), views=tuple(views)
+            schema=min(self.sharing, 2),
+            tp_rank=index,
+            tp_size=size,
+            memories=tuple(memories),
+            groups=tuple(groups),
+            views=tuple(views),
+            token_shards=tuple(msgspec.structs.replace(x, group=g) for g, x in enumerate(self.shares) if x.size > 1)
+            or msgspec.UNSET,
         )
         self.owner: dict[tuple[int, int], object] = {}
         """Decode: which request has a block."""
@@ -170,6 +194,15 @@ class Rank(StagedRank):
     @property
     def engine_id(self) -> str:
         return f"{self.role}{self.engine_number}"
+
+    def tokens_held(self, g: int) -> int:
+        """Return the number of tokens per block of a group that this rank holds."""
+        return 1 if self.service.script.groups[g] == STATE else self.block_size // self.shares[g].size
+
+    def held_of(self, g: int, begin: int, end: int) -> Any:
+        """Return those of some tokens that this rank holds."""
+        tokens = np.arange(begin, end)
+        return tokens[self.shares[g].holds(tokens)]
 
     def start(self) -> None:
         process, script = self.begin(), self.service.script
@@ -193,7 +226,9 @@ class Rank(StagedRank):
         if script.seed % 4 == 3:
             data.costs = PACKED
             data.make_copies(NUM_COPIES, COPY_BYTES)
-        config = EngineConfig(engine_id=self.engine_id, lease=LEASE, pull=replace(PULL, second_look=script.looks))
+        config = EngineConfig(
+            engine_id=self.engine_id, lease=LEASE, pull=replace(PULL, second_look=script.looks, retries=script.retries)
+        )
         self.engine = self.connect(self.service, config, self.layout, data)
         self.data = data
         self._watch(process)
@@ -202,7 +237,7 @@ class Rank(StagedRank):
 
     def _shaped(self, g: int, array: Words) -> Words:
         """Return a memory's words by block, head, key or value, token and dim."""
-        heads, tokens = len(self.heads), 1 if self.service.script.groups[g] == STATE else self.block_size
+        heads, tokens = len(self.heads[g]), self.tokens_held(g)
         if self.role == "prefill" and self.service.script.groups[g] != STATE:
             return array.reshape(-1, 2, tokens, heads, DIM).transpose(0, 3, 1, 2, 4)
         return array.reshape(-1, heads, 2, tokens, DIM)
@@ -214,10 +249,10 @@ class Rank(StagedRank):
         if computation in self.dropped or self.process.is_dead:
             return
         for g, kind in enumerate(self.service.script.groups):
-            tokens = np.arange(begin, end) if kind != STATE else np.array([end])
+            tokens = self.held_of(g, begin, end) if kind != STATE else np.array([end])
             at = np.array(blocks[g])[tokens // self.block_size if kind != STATE else [0]]
-            places = tokens % self.block_size if kind != STATE else np.array([0])
-            self.words[g][at, :, :, places] = values(computation, g, self.heads, tokens)[..., None]
+            places = self.shares[g].place(tokens) % self.tokens_held(g)
+            self.words[g][at, :, :, places] = values(computation, g, self.heads[g], tokens)[..., None]
 
     def overwrite(self, blocks: Blocks, computation: int = -1) -> None:
         """Overwrite blocks that came back."""
@@ -297,6 +332,8 @@ class Rank(StagedRank):
         """Nothing lands in a block that was given back; note which pull writes what."""
         if not spots:
             return
+        if self.is_asleep:
+            self.service.world.violate(f"{self.process.name} is written while it sleeps")
         owners = self.owners[int(transfer.transfer_id)]
         if late := [block for block, owner in owners.items() if self.owner.get(block) != owner]:
             self.service.world.violate(f"a read of {self.process.name} writes block {late[0]} after it came back")
@@ -342,7 +379,7 @@ class Rank(StagedRank):
         for g, kind in enumerate(script.groups):
             first, ids = lists[g]
             begin = max(first, end - WINDOW_TOKENS + 1) if kind == WINDOW else first
-            tokens = np.arange(begin, end) if kind != STATE else np.array([end] * (first < end))
+            tokens = self.held_of(g, begin, end) if kind != STATE else np.array([end] * (first < end))
             if not len(tokens):
                 continue
             if kind == STATE:
@@ -350,9 +387,10 @@ class Rank(StagedRank):
             else:
                 at, places = (
                     np.array(ids)[tokens // self.block_size - first // self.block_size],
-                    tokens % self.block_size,
+                    self.shares[g].place(tokens) % self.tokens_held(g),
                 )
-                if (self.words[g][ids[0], :, :, : first % self.block_size] != UNUSED).any():
+                below = self.shares[g].count(first % self.block_size)
+                if (self.words[g][ids[0], :, :, :below] != UNUSED).any():
                     world.violate(f"{what}: something is written below token {first} of group {g}")
             found, writers = self.words[g][at, :, :, places], self.writer[g][at, :, :, places]
             for index in np.unique(writers).tolist():
@@ -372,7 +410,7 @@ class Rank(StagedRank):
                     self.confirmed(pull)
                 if loan.computation in self.service.scribbled:
                     continue
-                wanted = values(loan.computation, g, self.heads, tokens)[..., None]
+                wanted = values(loan.computation, g, self.heads[g], tokens)[..., None]
                 if (wrong := mine & (found != wanted)).any():
                     values_found = sorted({hex(x) for x in found[wrong].tolist()})[:4]
                     world.violate(
@@ -494,7 +532,11 @@ class Prefill(Side):
         super().__init__(service, ranks)
         endpoints = [rank.engine.endpoint for rank in ranks]
         token_hex = self.world.token("group")
-        self.ledger = PrefillLedger(PrefillRanks(ranks[0].engine_id, endpoints, lease=LEASE, token_hex=token_hex))
+        self.ledger = PrefillLedger(
+            PrefillRanks(
+                ranks[0].engine_id, endpoints, lease=LEASE, token_hex=token_hex, num_token_shards=ranks[0].sharing
+            )
+        )
         self.jobs: dict[int, Job] = {}
         self.waiting: deque[Job] = deque()
         self.running: list[Job] = []
@@ -661,17 +703,23 @@ class Prefill(Side):
             rank.hand((), partial(self._forward, rank, rank.process, works, takes_s))
 
     def _forward(self, rank: Rank, process: Process, works: Sequence[Any], takes_s: float) -> None:
+        naps = rank.naps
+
         def write() -> None:
-            if rank.process is process and not process.is_dead:
+            if rank.process is process and not process.is_dead and rank.naps == naps:
                 for work in works:
                     rank.write(*work)
                 at = self.service.lines.next_at((process, "reports"), max(process.now, self.world.now))
-                self.world.at(at, partial(self._computed, rank.index, process))
+                self.world.at(at, partial(self._computed, rank.index, process, naps))
 
         self.world.at(self.world.now + takes_s, write)
 
-    def _computed(self, index: int, process: Process) -> None:
-        if self.processes[index] is process and (done := self._passing.pop(index, None)) is not None:
+    def _computed(self, index: int, process: Process, naps: int = 0) -> None:
+        if (
+            self.processes[index] is process
+            and self.ranks[index].naps == naps
+            and (done := self._passing.pop(index, None)) is not None
+        ):
             for job, computation, end in done:
                 if job.computation == computation and job in self.running:
                     job.written[index] = end
@@ -721,6 +769,8 @@ class Prefill(Side):
         self.wake()
 
     def found(self, rank: Rank) -> None:
+        ranks = self.ledger.ranks
+        ranks.memory_epoch = max(ranks.memory_epoch, *(r.engine.memory_epoch for r in self.ranks), 0)
         self.ledger.rank_joined(rank.index, rank.engine.endpoint)
         self.wake()
 
@@ -888,6 +938,20 @@ class Decode(Side):
         self.step()
 
 
+def left_in(core: RankCore) -> dict[str, object]:
+    """Return what a rank knows of requests, where it should know of none."""
+    offers = core.prefill.offers
+    left = {
+        "internal errors": core.outbox.counters["internal_errors"],
+        "followed requests": core.decode.follows.by_id,
+        "offered requests": offers.lent or offers.tickets,
+        "pieces": offers.pieces or offers._pieces or offers.unread,
+        "parked messages": core.prefill.parking.num_parked,
+        "head starts": core.decode.between,
+    }
+    return {what: count for what, count in left.items() if count}
+
+
 class AheadService(Stage):
     """A prefill engine, decode engines, and the router that sends both legs at once."""
 
@@ -942,6 +1006,8 @@ class AheadService(Stage):
         ranks = self.prefill.ledger.ranks
         endpoints = [msgspec.to_builtins(each) for each in ranks.endpoints]
         follow = {"engine_id": ranks.engine_id, "endpoints": endpoints, "tp_size": ranks.tp_size, "pp_size": 1}
+        if ranks.num_token_shards > 1:
+            follow["num_token_shards"] = ranks.num_token_shards
         self.world.at(self.world.now + self.dice.random() * 0.01, partial(self.prefill.ask, job))
         for engine in (ask.engine, ask.stranger) if ask.stranger >= 0 else (ask.engine,):
             at = self.world.now + ask.late_s + self.dice.random() * 0.01
@@ -1031,6 +1097,35 @@ class AheadService(Stage):
 
         process.spawn(close)
 
+    def _meet_sleep(self, rank: Rank, fault: Fault) -> None:
+        process, engine = rank.process, rank.engine
+        if process.is_dead or rank.is_moving or not engine._home.is_settled:
+            return
+        side = self.prefill if rank.role == "prefill" else self.decoders[rank.engine_number]
+        core = engine._driver.core
+
+        def change(process: Process, is_asleep: bool) -> None:
+            if rank.process is not process or process.is_dead:
+                return
+            rank.is_asleep = rank.is_moving = is_asleep
+            if is_asleep:
+                rank.naps += 1
+                self.outcomes["sleeps." + rank.role] += 1
+                self.wire.forget(process)
+                if left_in(core) or len(core.ledger):
+                    self.world.violate(
+                        f"{rank.name} sleeps, and holds {len(core.ledger)} requests or has {left_in(core)}"
+                    )
+                rank.pieces.clear()
+                for words in rank.words:
+                    words[...] = FREED
+                for other in self.ranks.values():
+                    if other is not rank and not other.process.is_dead:
+                        other.data.lose(rank.data)
+                side.died(rank, process)
+
+        rank.sleep(fault.seconds, change, lambda: self.world.at(process.now, partial(side.joined, rank, process)))
+
     def _meet_freeze(self, rank: Rank, fault: Fault) -> None:
         rank.process.freeze(min(fault.seconds, self._seconds - self.world.now))
 
@@ -1097,16 +1192,9 @@ class AheadService(Stage):
     def _check_rank(self, rank: Rank) -> None:
         core = rank.engine._driver.core
         wrong = rank.engine._driver.inspect.check_integrity() + wrong_in(core.decode)
-        offers = core.prefill.offers
         is_stuck = any(not t.is_over for t in rank.data.running.values())
-        left = {
-            "internal errors": core.outbox.counters["internal_errors"],
+        left = left_in(core) | {
             "malformed packets": not self.is_garbled and core.outbox.counters["dropped.malformed"],
-            "followed requests": core.decode.follows.by_id,
-            "offered requests": offers.lent or offers.tickets,
-            "pieces": offers.pieces or offers._pieces or offers.unread,
-            "parked messages": core.prefill.parking.num_parked,
-            "head starts": core.decode.between,
             "busy parts": not is_stuck and not core.is_idle,
             "held blocks": not is_stuck and len(core.ledger),
         }

@@ -17,7 +17,7 @@ FULL, WINDOW, STATE = "tokens", "window", "state"
 WINDOW_TOKENS = 20
 
 SHAPED = ("preempt", "abort", "withdraw", "recall", "cancel", "cached", "scribble", "unfit")
-OF_RANKS = ("crash", "close", "freeze", "pause", "agent", "forget", "garbage", "hostile")
+OF_RANKS = ("crash", "close", "sleep", "freeze", "pause", "agent", "forget", "garbage", "hostile")
 OF_PACKETS = ("partition", "loss", "delay", "duplicate", "offer_loss", "offer_delay", "offer_repeat")
 OF_READS = ("slow", "fail", "doubt", "stuck")
 AHEAD_FAULTS = (*SHAPED, *OF_RANKS, *OF_PACKETS, *OF_READS)
@@ -110,6 +110,8 @@ class AheadScript:
     wire: float = 1.0
     data: float = 1.0
     mishaps: tuple[()] = ()
+    retries: int = 0
+    shards: tuple[tuple[int, int], tuple[int, int]] = ((1, 1), (1, 1))
 
     @property
     def prefill_names(self) -> tuple[str, ...]:
@@ -125,7 +127,8 @@ class AheadScript:
             f"a prefill engine of {self.prefill} ranks, {self.decode_engines} decode engines of {self.decode}, blocks "
             f"of {self.sizes[0]} and {self.sizes[1]} tokens, groups {' and '.join(self.groups)}, chunks of {self.chunk}"
             f" tokens in {self.pace_s:.4f} s, lent {'eagerly' if self.is_eager else 'by PieceSizes'}, hashes per "
-            f"{self.hash_tokens} tokens, second looks {self.looks:g}, packets x{self.wire:g}, transfers x{self.data:g}"
+            f"{self.hash_tokens} tokens, {self.retries} retries, tokens shared by (ranks, interleave) {self.shards}, "
+            f"second looks {self.looks:g}, packets x{self.wire:g}, transfers x{self.data:g}"
         )
 
 
@@ -163,6 +166,14 @@ def make_ahead_script(seed: int, faults: Sequence[str] = AHEAD_FAULTS) -> AheadS
     chosen = rng.sample(list(faults), min(len(faults), rng.choice([0, 1, 2, 3, 5])))
     if "preempt" in faults and rng.random() < 0.4:
         chosen += ["preempt"] * 3
+    shards = [
+        (2, rng.choice([x for x in (1, 2, 4) if size % (2 * x) == 0]))
+        if ranks == 2 and STATE not in groups and rng.random() < 0.6
+        else (1, 1)
+        for size, ranks in zip(sizes, (prefill, decode), strict=True)
+    ]
+    if prefill == 2 and shards[0] == (1, 1):
+        shards[1] = (1, 1)  # heads that prefill ranks share fit no tokens that decode ranks share
     script = AheadScript(
         seed,
         prefill,
@@ -180,6 +191,8 @@ def make_ahead_script(seed: int, faults: Sequence[str] = AHEAD_FAULTS) -> AheadS
         seconds=seconds + 3.0,
         wire=rng.choice([1, 1, 20]),
         data=rng.choice([1, 1, 10, 40]),
+        retries=rng.choice([0, 1, 3]),
+        shards=(shards[0], shards[1]),
     )
     names = [*script.prefill_names, *(name for names in script.decode_names for name in names)]
     drawn = [_draw(rng, rng.choice(chosen), asks, names) for _ in range(rng.randint(1, 8) if chosen else 0)]
