@@ -132,7 +132,7 @@ def moment(text: str, last: float) -> float:
         ConfigError: It is neither.
     """
     if found := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h|d)", text.strip()):
-        return last - float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[found[2]]
+        return max(last - float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}[found[2]], 0.0)
     with suppress(ValueError, OverflowError, OSError):  # a time of day
         day = datetime.fromtimestamp(last, UTC)
         at = datetime.combine(day, time_of_day.fromisoformat(text.strip() if ":" in text else ""), UTC).timestamp()
