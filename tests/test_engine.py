@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import json
 import logging
 import os
 from typing import Any
@@ -38,6 +36,7 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.observe.setup import configure_logging
 from asynckv.testing import SimControl, SimData
 from asynckv.testing.fabric import Fate
+from tests.documented import Lines
 from tests.engines import BLOCKS, Bench, memory, reading, turn_loop, until
 
 
@@ -562,23 +561,18 @@ async def test_nothing_reaches_stdout(capfd: pytest.CaptureFixture[str]) -> None
     assert capfd.readouterr().out == ""
 
 
-async def test_failures_are_logged_with_their_history(sim: Bench) -> None:
-    stream = io.StringIO()
-    configure_logging("debug", stream=stream)
-    try:
-        async with sim.pair(pull=PullConfig(timeout_s=2.0)) as (prefill, decode, group):
-            good, _ = prefill.lent(group, "good", [1], written=True)
-            await decode.engine.pull("d-good", [(0, [1])], good)
-            bad = group.make_params("bad", [(0, [2])], 16, written=True)
-            task = asyncio.create_task(decode.engine.pull("d-bad", [(0, [2])], bad))
-            await turn_loop(20)
-            sim.clock.advance(2.1)
-            with pytest.raises(PullTimeout):
-                await task
-    finally:
-        structlog.reset_defaults()
-    events = [json.loads(line) for line in stream.getvalue().splitlines()]
-    ended = {e["request_id"]: e for e in events if e["event"] == "pull_ended"}
+async def test_failures_are_logged_with_their_history(sim: Bench, logs: Lines) -> None:
+    configure_logging("debug", stream=logs.stream)
+    async with sim.pair(pull=PullConfig(timeout_s=2.0)) as (prefill, decode, group):
+        good, _ = prefill.lent(group, "good", [1], written=True)
+        await decode.engine.pull("d-good", [(0, [1])], good)
+        bad = group.make_params("bad", [(0, [2])], 16, written=True)
+        task = asyncio.create_task(decode.engine.pull("d-bad", [(0, [2])], bad))
+        await turn_loop(20)
+        sim.clock.advance(2.1)
+        with pytest.raises(PullTimeout):
+            await task
+    ended = {e["request_id"]: e for e in logs.of("pull_ended")}
     assert ended["d-good"]["cause"] == "complete"
     assert "history" not in ended["d-good"]
     failure = ended["d-bad"]
@@ -586,8 +580,8 @@ async def test_failures_are_logged_with_their_history(sim: Bench) -> None:
     assert failure["history"][0] == [0.0, "announced"]
     assert failure["engine_id"] == "decode"
     assert len(failure["incarnation"]) == 32
-    assert {"engine_started", "peer_changed", "lease_ended", "engine_stopped"} <= {e["event"] for e in events}
-    assert [e["to"] for e in events if e["event"] == "pull_transition" and e["request_id"] == "d-good"][:4] == [
+    assert {"engine_started", "peer_changed", "lease_ended", "engine_stopped"} <= {e["event"] for e in logs}
+    assert [e["to"] for e in logs.of("pull_transition") if e["request_id"] == "d-good"][:4] == [
         "announced",
         "connecting",
         "queued",
@@ -595,22 +589,14 @@ async def test_failures_are_logged_with_their_history(sim: Bench) -> None:
     ]
 
 
-async def test_a_rank_that_shares_tokens_logs_and_tells_its_share(sim: Bench) -> None:
-    stream = io.StringIO()
-    configure_logging("info", stream=stream)
-    try:
-        for dcp in (4, 1):
-            registration, _ = memory(1, 6, 8, dcp=dcp)
-            data, control = SimData(sim.network, f"n{dcp}"), SimControl(sim.network)
-            engine = Engine(
-                EngineConfig(engine_id="prefill"), registration, data=data, control=control, clock=sim.clock
-            )
-            async with engine:
-                await until(lambda: "engine_started" in stream.getvalue())
-    finally:
-        structlog.reset_defaults()
-    started = [e for e in map(json.loads, stream.getvalue().splitlines()) if e["event"] == "engine_started"]
-    assert [each.get("token_shards") for each in started] == [[[0, 4, 2, 4]], None]
+async def test_a_rank_that_shares_tokens_logs_and_tells_its_share(sim: Bench, logs: Lines) -> None:
+    for dcp in (4, 1):
+        registration, _ = memory(1, 6, 8, dcp=dcp)
+        data, control = SimData(sim.network, f"n{dcp}"), SimControl(sim.network)
+        engine = Engine(EngineConfig(engine_id="prefill"), registration, data=data, control=control, clock=sim.clock)
+        async with engine:
+            await until(lambda: logs.of("engine_started"))
+    assert [each.get("token_shards") for each in logs.of("engine_started")] == [[[0, 4, 2, 4]], None]
 
 
 async def test_an_application_without_structlog_hears_only_warnings(

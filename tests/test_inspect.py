@@ -24,6 +24,7 @@ from asynckv.core.wire import MAX_TOLD, Claim, Status, StatusRequest, encode_pac
 from asynckv.embed import Announce, Cancel, Lend, Pull
 from asynckv.errors import RemoteProtocolError
 from asynckv.told import StepWait
+from tests.documented import Lines
 from tests.engines import Bench, Side, memory, until
 from tests.observed import registered
 from tests.world import Rank, World, alone, make_layout, opened
@@ -381,9 +382,7 @@ def shown(side: Side) -> dict[str, float]:
     return {x.labels["what"]: x.value for x in samples if x.name == "asynckv_waits_for_step_seconds"}
 
 
-async def test_results_that_are_not_taken_are_logged_answered_and_shown(
-    sim: Bench, events: list[dict[str, Any]]
-) -> None:
+async def test_results_that_are_not_taken_are_logged_answered_and_shown(sim: Bench, logs: Lines) -> None:
     async with sim.pair(lease=LEASE) as (prefill, decode, group):
         desks = prefill_desk, desk = EngineDesk(prefill.engine), EngineDesk(decode.engine)
         params = group.make_params("r", [(0, [1])], 16, written=True)
@@ -398,13 +397,13 @@ async def test_results_that_are_not_taken_are_logged_answered_and_shown(
             assert list(wait) == ["result"]
             assert (wait["result"].number, abs(wait["result"].seconds - waited_s) < 0.01) == (1, True)
             assert shown(side) == {"result": wait["result"].seconds, "announcement": 0.0, "claim": 0.0}
-        said = [e["waits_for_step"] for e in events if e["event"] == "engine_alive" and e.get("waits_for_step")]
+        said = [e["waits_for_step"] for e in logs.of("engine_alive") if e.get("waits_for_step")]
         assert [x["result"]["number"] for x in said] == [1] * 4
         for each in desks:
             each.take_finished()
-        so_far = len([*events])
+        so_far = len([*logs])
         await pass_s(sim, 3600.0)
-        idle = [e for e in [*events][so_far:] if e["event"] == "engine_alive"]
+        idle = [e for e in [*logs][so_far:] if e["event"] == "engine_alive"]
         assert (len(idle), [e for e in idle if e.get("waits_for_step")]) == (2 * 3600 // 15, []), "an hour of idling"
         assert shown(decode) == {"result": 0.0, "announcement": 0.0, "claim": 0.0}
         desk.submit([Cancel("d", {"nonsense": 1})])  # refused, and no scheduler waits for that

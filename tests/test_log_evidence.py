@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import json
 import os
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import structlog
 
 from asynckv import LeaseConfig, PullConfig, PullError, PullTimeout
 from asynckv.core.lease import MAX_REFUSALS
@@ -19,33 +15,8 @@ from asynckv.core.types import Cohort, Outcome, PullId, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Hello, Message, Release, blocks_digest, decode_packet, encode_packet
 from asynckv.edges.kernel import identity
 from asynckv.engine.lag import LoopLag
-from asynckv.observe.setup import configure_logging
+from tests.documented import Lines
 from tests.engines import Bench, Side, until
-
-
-class Lines:
-    """What was logged, as JSON lines."""
-
-    def __init__(self) -> None:
-        self.stream = io.StringIO()
-
-    def all(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.stream.getvalue().splitlines()]
-
-    def of(self, event: str, engine_id: str = "") -> list[dict[str, Any]]:
-        return [e for e in self.all() if e["event"] == event and engine_id in ("", e["engine_id"])]
-
-    def one(self, event: str, engine_id: str = "") -> dict[str, Any]:
-        (line,) = self.of(event, engine_id)
-        return line
-
-
-@pytest.fixture
-def logs() -> Iterator[Lines]:
-    lines = Lines()
-    configure_logging("info", stream=lines.stream)
-    yield lines
-    structlog.reset_defaults()
 
 
 def drops(*kinds: type[Message]) -> Any:
@@ -97,9 +68,9 @@ async def test_a_reader_is_met_once_per_start_of_its_process(sim: Bench, logs: L
             await decode.engine.pull(f"d{i}", [(0, [6])], params)
         met = logs.one("reader_met", "prefill")
         assert (met["reader"], met["reader_incarnation"]) == (name_of(decode), decode.engine.incarnation)
-        states = [e["state"] for e in logs.all() if e["event"] in ("peer_changed", "reader_met") and e.get("state")]
+        states = [e["state"] for e in logs if e["event"] in ("peer_changed", "reader_met") and e.get("state")]
         assert states[:2] == ["connecting", "loading"]
-    order = [(e["event"], e.get("state")) for e in logs.all()]
+    order = [(e["event"], e.get("state")) for e in logs]
     assert order.index(("peer_changed", "connecting")) < order.index(("reader_met", None))
     assert order.index(("reader_met", None)) < order.index(("peer_changed", "loading"))
 

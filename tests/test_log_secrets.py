@@ -8,12 +8,11 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from asynckv import KeysConfig, LeaseConfig, LogConfig, PrefillRanks, PullConfig, PullError
 from asynckv.core.types import Cohort, Outcome, PullId, ReplyTo, decode_params
@@ -59,9 +58,8 @@ class Heard:
 
 
 @pytest.fixture
-def heard(tmp_path: Path) -> Iterator[Heard]:
-    yield Heard(tmp_path)
-    structlog.reset_defaults()
+def heard(tmp_path: Path) -> Heard:
+    return Heard(tmp_path)
 
 
 def spellings(secret: bytes) -> set[str]:
@@ -243,4 +241,3 @@ async def test_what_comes_from_outside_cannot_forge_a_line(
     assert any("forged" in line for line in lines)
     for line in lines:
         assert line.isprintable(), line
-    structlog.reset_defaults()
