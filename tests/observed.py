@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from asynckv import AsyncKVError, LeaseConfig, Metrics, PrefillRanks, PullConfig
-from tests.engines import Bench, Side, until
+from tests.engines import Bench, Side, pass_until, until
 
 QUICK: dict[str, Any] = {"lease": LeaseConfig(lease_s=4.0, grant_s=2.0), "pull": PullConfig(held_s=30.0)}
 Make = Callable[..., dict[str, Any]]
@@ -25,9 +25,7 @@ def registered(*collectors: Metrics) -> CollectorRegistry:
 
 async def passing(bench: Bench, task: asyncio.Task[Any]) -> Any:
     """Let time pass until a task is done; what it returned or raised."""
-    while not task.done():
-        await asyncio.sleep(0)
-        bench.clock.advance(0.02)
+    await pass_until(bench, task.done)
     with suppress(AsyncKVError):
         return await task
     return task.exception()
@@ -67,16 +65,12 @@ async def story(sim: Bench, prefill: Side, decode: Side, group: PrefillRanks, ma
     prefill.engine.withdraw(params)
     await passing(sim, task)
     lent = prefill.engine.lend(make("expired", [(0, [5])], 16, written=True))
-    while not lent.is_over:
-        sim.clock.advance(0.25)
-        await asyncio.sleep(0)
+    await pass_until(sim, lambda: lent.is_over, 0.25)
     decode.data.deferred = True
     task = pull("stuck", lend("stuck", 6), 6, timeout_s=3.0)
     await until(lambda: decode.data is not None and decode.data.running)
     await passing(sim, task)
-    while not any(hold.reason == "retired" for hold in decode.engine.holds()):
-        sim.clock.advance(0.25)
-        await asyncio.sleep(0)
+    await pass_until(sim, lambda: any(hold.reason == "retired" for hold in decode.engine.holds()), 0.25)
 
 
 async def end(decode: Side) -> None:

@@ -31,7 +31,7 @@ from asynckv.embed import desk as embed_desk
 from asynckv.engine import driver as driver_module
 from asynckv.errors import NoOffer
 from asynckv.testing import SimControl, SimData, SimNetwork
-from tests.engines import Bench, Side, memory, news_of, turn_loop, until
+from tests.engines import Bench, Side, memory, news_of, pass_until, passing, turn_loop, until
 from tests.offloads import SIZE, chain, layout_of
 from tests.offloads import Rank as OffloadRank
 from tests.test_follows import TICKET, target_of
@@ -124,9 +124,7 @@ def test_a_pull_that_ends_by_a_bug_is_told_once_it_is_known_what_becomes_of_its_
                 assert not desk.has_news
                 if fate == "returned":
                     decode.data.finish(transfer)
-                while not desk.has_news:
-                    sim.clock.advance(0.25)
-                    await asyncio.sleep(0)
+                await pass_until(sim, lambda: desk.has_news, 0.25)
             told = await news_of(desk)
             (failed,) = told.failed
             is_retired = fate == "retired"
@@ -495,10 +493,7 @@ def test_an_on_news_that_raises_has_each_order_told_once_and_lets_the_engine_clo
             await until(lambda: [x.ranks[0].state for x in prefill.engine.requests()] == ["granted"] * 2)
             lending.is_armed = True
             closing = asyncio.create_task(prefill.engine.aclose(0.0))
-            while not closing.done():
-                await asyncio.sleep(0)
-                bench.clock.advance(0.01)
-            await closing
+            await passing(bench, closing)
             assert (await waits).cause == "closed"
 
     asyncio.run(run())

@@ -37,7 +37,7 @@ from asynckv.observe.setup import configure_logging
 from asynckv.testing import SimControl, SimData
 from asynckv.testing.fabric import Fate
 from tests.documented import Lines
-from tests.engines import BLOCKS, Bench, memory, reading, turn_loop, until
+from tests.engines import BLOCKS, Bench, memory, passing, reading, turn_loop, until
 
 
 async def test_a_request_from_params_to_release(bench: Bench) -> None:
@@ -368,12 +368,8 @@ async def test_a_bug_in_a_timer_costs_no_deadline(sim: Bench, monkeypatch: pytes
         task = asyncio.create_task(
             decode.engine.pull("d", [(0, [6])], group.make_params("r", [(0, [1])], 16), timeout_s=1.0)
         )
-        with anyio.fail_after(10):
-            while not task.done():
-                await asyncio.sleep(0)
-                sim.clock.advance(0.01)
         with pytest.raises(PullError):
-            await task
+            await passing(sim, task, 0.01)
         assert sim.clock.now() - begun <= 1.5
         assert decode.engine.statistics().counters["internal_errors"] == 3
 

@@ -32,7 +32,7 @@ from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from tests.documented import Lines
-from tests.engines import Bench, memory, reading, turn_loop, until
+from tests.engines import Bench, memory, pass_by, reading, turn_loop, until
 from tests.offloads import Rank, layout_of
 from tests.test_log_evidence import drops
 from tests.world import World, make_layout, reason
@@ -241,15 +241,10 @@ async def test_a_reader_engine_that_only_announces_makes_room_for_another() -> N
             task = asyncio.ensure_future(lease.wait_released())
             task.add_done_callback(lambda done: ended.append(f"{done.result().request_id} {done.result().cause}"))
 
-        async def let_pass(seconds: float) -> None:
-            for _ in range(int(seconds * 10)):
-                bench.clock.advance(0.1)
-                await turn_loop(10)
-
-        await let_pass(3.0)
+        await pass_by(bench, 3.0, 0.1)
         assert prefill.engine.reclaim(6) == 1
         assert prefill.engine.reclaim(6) == 0, "its blocks are on their way"
-        await let_pass(1.5)  # a third of a grant, and some turns
+        await pass_by(bench, 1.5, 0.1)  # a third of a grant, and some turns
         assert ended == ["r0 revoked"]
         with pytest.raises(LeaseRefused, match="revoked"):
             await slow.engine.pull("d0", [(0, [*range(6)])], params[0])
@@ -260,5 +255,5 @@ async def test_a_reader_engine_that_only_announces_makes_room_for_another() -> N
                 prefill.engine.reclaim(wrong)  # type: ignore[arg-type]
         for i in (2, 3):
             slow.engine.cancel(f"d{i}")
-        await let_pass(1.0)
+        await pass_by(bench, 1.0, 0.1)
         assert len(ended) == 5

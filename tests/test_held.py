@@ -41,7 +41,7 @@ from asynckv.errors import LocalProtocolError
 from asynckv.observe.log import phases
 from asynckv.scheduler import PrefillRanks
 from tests.documented import Lines
-from tests.engines import Bench, until
+from tests.engines import Bench, pass_by, until
 from tests.world import BLOCK, NUM_BLOCKS, begin, make_layout, opened
 
 # -- the list ----------------------------------------------------------------------------------------
@@ -386,9 +386,7 @@ async def test_what_waits_in_order_is_no_warning(sim: Bench, logs: Lines) -> Non
         decode.engine.announce("d", params)
         prefill.engine.lend(group.make_params("lone", [(0, [2])], 16))
         await until(lambda: [x.state for x in decode.engine.requests()[0].ranks] == ["granted"])
-        for _ in range(90):
-            sim.clock.advance(0.15)
-            await asyncio.sleep(0)
+        await pass_by(sim, 13.5)
         await decode.engine.pull("d", [(0, [1])], params)
     held = [(e["event"], e["level"], [x["request_id"] for x in e["oldest"]]) for e in logs if "oldest" in e]
     assert sorted(held) == [
@@ -400,9 +398,7 @@ async def test_what_waits_in_order_is_no_warning(sim: Bench, logs: Lines) -> Non
 
 async def test_an_idle_engine_gives_a_sign_of_life_every_half_lease(sim: Bench, logs: Lines) -> None:
     async with sim.pair(lease=LeaseConfig(lease_s=30.0)) as (_, _, _):
-        for _ in range(14):
-            sim.clock.advance(2.5)
-            await asyncio.sleep(0)
+        await pass_by(sim, 35.0, 2.5)
     alive = logs.of("engine_alive")
     assert sorted(e["engine_id"] for e in alive) == ["decode"] * 2 + ["prefill"] * 2
     assert {(e["level"], e["leases"], e["pulls"], e["blocks_held"], tuple(e["waits_for"])) for e in alive} == {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 import time
@@ -25,7 +24,7 @@ from asynckv.embed import Announce, Cancel, Lend, Pull
 from asynckv.errors import RemoteProtocolError
 from asynckv.told import StepWait
 from tests.documented import Lines
-from tests.engines import Bench, Side, memory, until
+from tests.engines import Bench, Side, memory, pass_by, until
 from tests.observed import registered
 from tests.world import Rank, World, alone, make_layout, opened
 
@@ -370,12 +369,6 @@ def waits(world: World, rank: Rank) -> dict[str, StepWait]:
     return found
 
 
-async def pass_s(sim: Bench, seconds: float) -> None:
-    for _ in range(round(seconds / 0.5)):
-        sim.clock.advance(0.5)
-        await asyncio.sleep(0)
-
-
 def shown(side: Side) -> dict[str, float]:
     registry = registered(Metrics(side.engine))
     samples = [x for family in registry.collect() for x in family.samples]
@@ -390,7 +383,7 @@ async def test_results_that_are_not_taken_are_logged_answered_and_shown(sim: Ben
         desk.submit([Pull(request_id="d", groups=[(0, [6])], params=params)])
         await until(lambda: all(each.has_news for each in desks))
         told_at = sim.clock.now()
-        await pass_s(sim, 40.0)
+        await pass_by(sim, 40.0, 0.5)
         waited_s = sim.clock.now() - told_at
         for side in (prefill, decode):
             wait = side.engine._driver.inspect.waits_for_step(sim.clock.now())
@@ -402,13 +395,13 @@ async def test_results_that_are_not_taken_are_logged_answered_and_shown(sim: Ben
         for each in desks:
             each.take_finished()
         so_far = len([*logs])
-        await pass_s(sim, 3600.0)
+        await pass_by(sim, 3600.0, 0.5)
         idle = [e for e in [*logs][so_far:] if e["event"] == "engine_alive"]
         assert (len(idle), [e for e in idle if e.get("waits_for_step")]) == (2 * 3600 // 15, []), "an hour of idling"
         assert shown(decode) == {"result": 0.0, "announcement": 0.0, "claim": 0.0}
         desk.submit([Cancel("d", {"nonsense": 1})])  # refused, and no scheduler waits for that
         await until(lambda: desk.has_news)
-        await pass_s(sim, 5.0)
+        await pass_by(sim, 5.0, 0.5)
         assert decode.engine._driver.inspect.waits_for_step(sim.clock.now()) == {}
 
 

@@ -20,24 +20,17 @@ from asynckv.tools.diagnose.leaks import find_leaks
 from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import read_logs
 from tests.documented import Lines
-from tests.engines import Bench, Side, turn_loop, until
+from tests.engines import Bench, Side, pass_by, until
 from tests.test_leaks_records import row, write
 from tests.test_log_evidence import drops, name_of
 
 MANY = 300
 
 
-async def turns(sim: Bench, seconds: float) -> None:
-    """Let time pass in steps of the engines' timers."""
-    for _ in range(round(seconds / 0.05)):
-        sim.clock.advance(0.05)
-        await turn_loop(6)
-
-
 async def expire(sim: Bench, prefill: Side, group: Any) -> list[dict[str, Any]]:
     params: list[dict[str, Any]] = [group.make_params(f"r{i}", [(0, [i % 8])], 16, written=True) for i in range(MANY)]
     lent = [prefill.engine.lend(x) for x in params]
-    await turns(sim, 30.2)
+    await pass_by(sim, 30.2)
     for x in lent:
         await x.wait_released()
     return params
@@ -65,7 +58,7 @@ async def test_leases_of_a_killed_reader_share_lines_too(sim: Bench, logs: Lines
         (grant,) = lent[0]._lease.grants.values()
         ports = sim.network.ports
         gone = {to: ports.pop(to) for to in (grant.ways[0], Address(prefill.engine.endpoint.address))}
-        await turns(sim, 15.0)
+        await pass_by(sim, 15.0)
         ports.update(gone)
         assert (len(logs.of("lease_ended")) - MAX_TOLD) < 10
         lines = logs.of("leases_ended_alike")
@@ -79,7 +72,7 @@ async def test_leases_that_expire_alike_share_lines_and_are_all_named(sim: Bench
         full = logs.of("lease_ended")
         assert len(full) == MAX_TOLD
         assert all(x["history"][-1][1] == "expired" and x["owed"] == ["*"] for x in full)
-        await turns(sim, 3.0)  # the rest is told without an end of the engine
+        await pass_by(sim, 3.0)  # the rest is told without an end of the engine
         lines = logs.of("leases_ended_alike")
         assert [x["requests"] for x in lines] == [64, 64, 64, 64, MANY - MAX_TOLD - 4 * MAX_NAMED]
         assert {(x["cause"], x["level"]) for x in lines} == {("expired", "warning")}
@@ -138,7 +131,7 @@ async def test_readers_that_claimed_are_named_with_their_pulls(sim: Bench, logs:
         for i, x in enumerate(params):
             prefill.engine.lend(x)
             assert await refusal(decode, f"d{i}", x) is None
-        await turns(sim, 35.0)
+        await pass_by(sim, 35.0)
         assert len(logs.of("lease_ended")) == MAX_TOLD
         [line] = logs.of("leases_ended_alike")
         assert (line["cause"], line["alike"]["owed"]) == ("expired", [name_of(decode)])
@@ -154,7 +147,7 @@ async def test_a_lease_whose_history_says_more_keeps_a_line_of_its_own(sim: Benc
         lent = [prefill.engine.lend(group.make_params(f"r{i}", [(0, [i % 8])], 16)) for i in range(2 * MAX_TOLD + 4)]
         for x in lent[::2]:
             x.withdraw()
-        await turns(sim, 33.0)
+        await pass_by(sim, 33.0)
         [line] = logs.of("leases_ended_alike")
         assert (line["cause"], line["requests"]) == ("expired", 2)
         assert line["each"]["request_id"] == ["r65", "r67"]

@@ -16,7 +16,7 @@ from asynckv.core.wire import Claim, Hello, Message, Release, blocks_digest, dec
 from asynckv.edges.kernel import identity
 from asynckv.engine.lag import LoopLag
 from tests.documented import Lines
-from tests.engines import Bench, Side, until
+from tests.engines import Bench, Side, pass_by, until
 
 
 def drops(*kinds: type[Message]) -> Any:
@@ -130,9 +130,7 @@ async def test_a_release_under_another_id_is_seen_on_both_sides(sim: Bench, logs
         renamed = {**params, "request_id": "chatcmpl-2"}
         decode.engine.cancel("d", renamed)
         await until(lambda: logs.of("release_refused"))
-        for _ in range(4):  # 10, 20, 30
-            sim.clock.advance(8)
-            await asyncio.sleep(0)
+        await pass_by(sim, 32.0, 8.0)  # 10, 20, 30
         await lent.wait_released()
     said = logs.one("release_refused", "decode")
     assert (said["request_id"], said["prefill_request_id"], said["sequence"]) == ("d", "chatcmpl-2", 0)
@@ -150,9 +148,7 @@ async def test_a_release_that_is_never_acknowledged_is_a_warning(sim: Bench, log
         params, lent = prefill.lent(group, "r", [1], written=True)
         sim.network.fate = drops(Release)
         await decode.engine.pull("d", [(0, [6])], params)
-        for _ in range(310):
-            sim.clock.advance(0.1)
-            await asyncio.sleep(0)
+        await pass_by(sim, 31.0)
         await lent.wait_released()
         await until(lambda: logs.of("release_unanswered"))
     said, pulled = logs.one("release_unanswered", "decode"), logs.one("pull_ended")

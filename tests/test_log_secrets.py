@@ -20,7 +20,7 @@ from asynckv.core.wire import Claim, Release, encode_packet
 from asynckv.edges.control.zmq import make_pair
 from asynckv.keys import encode_z85, read_pair, write_pair
 from asynckv.observe.setup import configure_logging
-from tests.engines import Bench, Side, until
+from tests.engines import Bench, Side, pass_by, until
 from tests.lab.logs import Logs
 from tests.lab.simulation import simulate
 from tests.test_log_evidence import drops
@@ -91,11 +91,6 @@ async def test_no_token_is_in_logs_or_errors_whatever_fails(sim: Bench, heard: H
         def made(name: str, block: int, **more: Any) -> dict[str, Any]:
             return dict(group.make_params(name, [(0, [block])], 16, **more))
 
-        async def pass_by(seconds: float) -> None:
-            for _ in range(round(seconds / 0.25)):
-                sim.clock.advance(0.25)
-                await asyncio.sleep(0)
-
         good = made("good", 0, written=True)
         lent = lend(good)
         await pull("good", [(0, [0])], good)
@@ -133,7 +128,7 @@ async def test_no_token_is_in_logs_or_errors_whatever_fails(sim: Bench, heard: H
         lend(lost)
         sim.network.fate = drops(Release)
         await pull("lost", [(0, [9])], lost)
-        await pass_by(4)
+        await pass_by(sim, 4, 0.25)
         sim.network.fate = lambda sender, to, packet: "deliver"
         assert decode.data is not None
         decode.data.deferred = True
@@ -142,10 +137,10 @@ async def test_no_token_is_in_logs_or_errors_whatever_fails(sim: Bench, heard: H
         task = asyncio.create_task(pull("reading", [(0, [8])], reading, timeout_s=20.0))
         await until(lambda: decode.data and decode.data.running)
         sim.network.fate = lambda sender, to, packet: "drop"
-        await pass_by(25)
+        await pass_by(sim, 25, 0.25)
         await heard.failing(task)
         decode.data.finish()
-        await pass_by(20)
+        await pass_by(sim, 20, 0.25)
         heard.errors += [repr(x) for side in (prefill, decode) for x in (side.engine.holds(), side.engine.requests())]
         sim.network.fate = lambda sender, to, packet: "deliver"
     text = heard.text

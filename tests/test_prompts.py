@@ -30,7 +30,7 @@ from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record
 from asynckv.tools.diagnose.timeline_model import ground
 from tests.documented import Lines
-from tests.engines import Bench, turn_loop, until
+from tests.engines import Bench, pass_by, until
 from tests.test_findings import START, say, screen, well
 
 NONE = PromptsCounted(without_params=200, in_a_row=200, in_a_row_s=12.0)
@@ -44,12 +44,6 @@ def said(logs: Lines) -> list[dict[str, Any]]:
 async def count(engine: Engine, counted: PromptsCounted) -> None:
     EngineDesk(engine).submit([CountPrompts(counted)])
     await until(lambda: engine._driver.recorder.prompts is counted)
-
-
-async def pass_by(sim: Bench, seconds: float) -> None:
-    for _ in range(round(seconds / 0.25)):
-        sim.clock.advance(0.25)
-        await turn_loop(6)
 
 
 async def test_counts_are_logged_soon_then_seldom_and_the_last_ones_in_any_case(sim: Bench, logs: Lines) -> None:
