@@ -37,7 +37,6 @@ async def story(sim: Bench, prefill: Side, decode: Side, group: PrefillRanks, ma
     In turn: `well`, `retried` (its first read fails), `cancelled`, `withdrawn`, `expired` (lent, and never claimed),
     and `stuck`, whose read does not end, so that its blocks are retired.
     """
-    assert decode.data is not None
     make = make or group.make_params
 
     def lend(name: str, block: int) -> dict[str, Any]:
@@ -51,7 +50,7 @@ async def story(sim: Bench, prefill: Side, decode: Side, group: PrefillRanks, ma
     await passing(sim, pull("well", lend("well", 1), 1))
     decode.data.deferred = True
     task = pull("retried", lend("retried", 2), 2, retries=1)
-    await until(lambda: decode.data is not None and decode.data.running)
+    await until(lambda: decode.data.running)
     decode.data.fail(next(iter(decode.data.running)))
     decode.data.deferred = False
     await passing(sim, task)
@@ -68,14 +67,13 @@ async def story(sim: Bench, prefill: Side, decode: Side, group: PrefillRanks, ma
     await pass_until(sim, lambda: lent.is_over, 0.25)
     decode.data.deferred = True
     task = pull("stuck", lend("stuck", 6), 6, timeout_s=3.0)
-    await until(lambda: decode.data is not None and decode.data.running)
+    await until(lambda: decode.data.running)
     await passing(sim, task)
     await pass_until(sim, lambda: any(hold.reason == "retired" for hold in decode.engine.holds()), 0.25)
 
 
 async def end(decode: Side) -> None:
     """Let what is stuck end."""
-    assert decode.data is not None
     decode.data.finish()
     await until(lambda: not decode.engine.holds())
 

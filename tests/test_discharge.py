@@ -75,7 +75,7 @@ async def test_an_attempt_that_was_not_the_last_is_followed_by_a_discharge(sim: 
         decode.data.deferred = True
         params, lent = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, is_last=False))
-        await until(lambda: decode.data is not None and decode.data.running)
+        await until(lambda: decode.data.running)
         decode.data.fail(next(iter(decode.data.running)))
         with pytest.raises(Exception, match="a transfer from"):
             await task
@@ -91,7 +91,7 @@ async def test_what_is_pulled_or_retried_is_cancelled_with_params_as_well(sim: B
         decode.data.deferred = True
         params, _ = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
-        await until(lambda: decode.data is not None and decode.data.running)
+        await until(lambda: decode.data.running)
         if is_retried:
             decode.data.fail(next(iter(decode.data.running)))
             await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)

@@ -105,12 +105,11 @@ async def test_a_pull_that_ends_by_a_bug_is_told_once_it_is_known_what_becomes_o
 ) -> None:
     sim = Bench(real=False)
     async with sim.pair(pull=PullConfig(held_s=5.0)) as (prefill, decode, group):
-        assert decode.data is not None
         desk, decode.data.deferred = EngineDesk(decode.engine), True
         monkeypatch.setattr(decode.engine, "_result_of", lambda request: 1 // 0)
         params, _ = prefill.lent(group, "r", [1], written=True)
         desk.submit([Pull(request_id="r", groups=[(0, [2])], params=params)])
-        await until(lambda: decode.data and decode.data.running)
+        await until(lambda: decode.data.running)
         [transfer] = decode.data.running
         if fate == "free":
             decode.data.fail(transfer)
@@ -135,12 +134,11 @@ async def test_a_pull_that_ends_by_a_bug_is_told_once_it_is_known_what_becomes_o
 async def test_orders_of_which_no_end_is_told_are_told_as_failed_and_retired_once() -> None:
     """The loop ends in an unusual way, so that nothing says what becomes of the blocks."""
     async with Bench(real=False).pair() as (prefill, decode, group):
-        assert decode.data is not None
         desk, decode.data.deferred = EngineDesk(decode.engine), True
         for number in range(2):
             params, _ = prefill.lent(group, f"r{number}", [number], written=True)
             desk.submit([Pull(request_id=f"r{number}", groups=[(0, [number])], params=params)])
-        await until(lambda: decode.data and len(decode.data.running) == 2)
+        await until(lambda: len(decode.data.running) == 2)
         decode.data.doubt(next(iter(decode.data.running)))
         (held,) = (await news_of(desk)).failed
         desk._abandon(RuntimeError("the loop is gone"))
@@ -184,7 +182,6 @@ async def test_claims_leave_in_the_turn_in_which_their_pulls_begin_and_before_th
     """Packets that came just before had asked for a turn already, which would come before the pulls begin."""
     async with Bench(real=False).pair() as (prefill, decode, group):
         data, desk = decode.data, EngineDesk(decode.engine, lambda: None)
-        assert data is not None
         driver, sent = decode.engine._driver, list[tuple[int, int]]()
         every = [group.make_params(f"r{number}", [(0, [number])], 16, written=True) for number in range(3)]
         for params in every:

@@ -189,11 +189,11 @@ async def test_a_block_in_use_is_refused_and_the_request_can_be_pulled_into_othe
         prefill.engine.lend(first)
         prefill.engine.lend(second)
         one = asyncio.create_task(decode.engine.pull("one", [(0, [6])], first))
-        await until(lambda: decode.data is not None and decode.data.running)
+        await until(lambda: decode.data.running)
         with pytest.raises(LocalProtocolError, match=r"block 6 .* still being written by a pull of 'one'"):
             await decode.engine.pull("two", [(0, [6])], second)
         two = asyncio.create_task(decode.engine.pull("two", [(0, [7])], second))
-        await until(lambda: decode.data is not None and len(decode.data.running) == 2)
+        await until(lambda: len(decode.data.running) == 2)
         decode.data.finish()
         await asyncio.gather(one, two)
         assert decode.blocks([6, 7]) == prefill.blocks([1, 2])
@@ -294,7 +294,7 @@ async def test_one_bad_event_takes_no_others_along(
         for i in range(2):
             params, _ = prefill.lent(group, f"r{i}", [i], written=True)
             tasks.append(asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [6 + i])], params, timeout_s=5.0)))
-        await until(lambda: decode.data is not None and len(decode.data.running) == 2)
+        await until(lambda: len(decode.data.running) == 2)
         with caplog.at_level(logging.ERROR, logger="asynckv"):
             decode.data.finish()
             await until(lambda: any(task.done() for task in tasks))

@@ -313,7 +313,7 @@ async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_starte
             decode.data.deferred = how != "good"
             params, lent = prefill.lent(group, how, [1], written=True, lease_s=6.0)
             task = asyncio.create_task(decode.engine.pull(how, [(0, [len(how)])], params, timeout_s=4.0))
-            await until(lambda: decode.data is not None and (decode.data.running or not decode.data.deferred))
+            await until(lambda: decode.data.running or not decode.data.deferred)
             await until(lambda: prefill.engine.requests())
             texts += [str(h.waits_for) for h in (*prefill.engine.holds(), *decode.engine.holds())]
             texts += [str(r) for r in (*prefill.engine.requests(), *decode.engine.requests())]
@@ -469,7 +469,7 @@ async def test_seconds_inside_a_read_are_a_read_and_those_after_it_are_drained(s
             params, _ = prefill.lent(group, how, [i], written=True)
             pull = decode.engine.pull(how, [(0, [i])], params, timeout_s=6.0 if how == "timeout" else 60.0)
             task = asyncio.create_task(pull)
-            await until(lambda: decode.data and decode.data.running)
+            await until(lambda: decode.data.running)
             sim.clock.advance(6.0)
             if how == "cancelled":
                 decode.engine.cancel(how)

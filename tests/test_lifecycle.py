@@ -129,7 +129,6 @@ async def test_the_last_failure_discharges_the_reader(sim: Bench) -> None:
 
 async def test_cancelling_between_two_attempts_gives_up_and_discharges(sim: Bench) -> None:
     async with reading(sim, retries=3) as (_, decode, lent, task, params):
-        assert decode.data is not None
         assert decode.engine.observation.reading().retrying == 0, "no attempt has failed yet"
         decode.data.fail(next(iter(decode.data.running)))
         await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)

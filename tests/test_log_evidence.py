@@ -175,13 +175,12 @@ async def test_an_engine_that_closes_names_its_unacknowledged_releases(sim: Benc
 
 async def test_a_pull_that_fails_says_what_it_waited_for(sim: Bench, logs: Lines) -> None:
     async with sim.pair(pull=PullConfig(total_requests=1, window_requests=1)) as (prefill, decode, group):
-        assert decode.data is not None
         decode.data.deferred = True
         tasks = []
         for i, written in enumerate((True, True)):
             params, _ = prefill.lent(group, f"r{i}", [i], written=written)
             tasks.append(asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [i])], params, timeout_s=6.0)))
-            await until(lambda: decode.data and decode.data.running)
+            await until(lambda: decode.data.running)
         await until(lambda: not decode.engine.statistics().gauges["pulls_unanswered"])
         params = group.make_params("r2", [(0, [2])], 16)
         tasks.append(asyncio.create_task(decode.engine.pull("d2", [(0, [2])], params, timeout_s=6.0)))
