@@ -184,8 +184,7 @@ async def test_an_engine_that_was_never_started_is_closed_at_once(sim: Bench) ->
 @pytest.mark.nixl
 async def test_readers_on_real_nixl_take_no_bytes_of_an_owner_that_had_no_time() -> None:
     """No transport keeps them from reading on: the goodbye does, and the caller's word not to write meanwhile."""
-    bench = Bench(True)
-    async with bench.pair() as (prefill, decode, group):
+    async with Bench(True).pair() as (prefill, decode, group):
         first, second = (group.make_params(name, [(0, [1, 2])], 32, written=True) for name in ("r", "s"))
         lent = [prefill.engine.lend(params) for params in (first, second)]
         await decode.engine.pull("d1", [(0, [20, 21])], first)
@@ -208,8 +207,7 @@ async def test_readers_on_real_nixl_take_no_bytes_of_an_owner_that_had_no_time()
 
 @pytest.mark.nixl
 async def test_pulls_under_way_on_real_nixl_end_with_the_right_bytes_or_with_none() -> None:
-    bench = Bench(True)
-    async with bench.pair() as (prefill, decode, group):
+    async with Bench(True).pair() as (prefill, decode, group):
         requests = [group.make_params(f"r{i}", [(0, [i])], 16, written=True) for i in range(BLOCKS)]
         for params in requests:
             prefill.engine.lend(params)

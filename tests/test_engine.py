@@ -403,8 +403,7 @@ async def test_a_read_whose_posting_raised_may_have_been_posted_and_holds_its_bl
 
 @pytest.mark.nixl
 async def test_one_process_under_two_addresses_serves_both() -> None:
-    bench = Bench(True)
-    async with bench.pair() as (prefill, decode, group):
+    async with Bench(True).pair() as (prefill, decode, group):
         addresses = [prefill.engine.endpoint.address, prefill.engine.endpoint.address.replace("127.0.0.1", "localhost")]
         for i, address in enumerate([*addresses, addresses[0]]):
             params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
@@ -424,8 +423,7 @@ async def test_one_process_under_two_addresses_serves_both() -> None:
 
 @pytest.mark.nixl
 async def test_a_living_peer_that_was_idle_is_met_again_without_a_new_connection() -> None:
-    bench = Bench(True)
-    async with bench.pair(pull=PullConfig(idle_s=0.02)) as (prefill, decode, group):
+    async with Bench(True).pair(pull=PullConfig(idle_s=0.02)) as (prefill, decode, group):
         fds = []
         for i in range(5):
             params, lent = prefill.lent(group, f"r{i}", [i], written=True)
