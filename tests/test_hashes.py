@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import msgspec
@@ -19,6 +16,7 @@ from asynckv.core.pull import PullRequest
 from asynckv.core.types import KVTransferParams, Reason
 from asynckv.core.wire import blocks_digest
 from asynckv.geometry.pairing import common_prefix
+from tests.commands import python
 from tests.world import World, begin, make_layout, reason
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
@@ -69,10 +67,8 @@ def test_chains_are_the_same_in_every_process() -> None:
     ]
     code = "import asynckv, json; print(json.dumps(asynckv.token_hashes(range(5), 2, also=[(0, 'a'), (4, 'é')])))"
     for seed in ("0", "1"):
-        run = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, check=True
-        )
-        assert json.loads(run.stdout) == recorded
+        done = python("-c", code, PYTHONHASHSEED=seed)
+        assert (done.returncode, json.loads(done.stdout)) == (0, recorded)
 
 
 @pytest.mark.parametrize(
