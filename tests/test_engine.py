@@ -185,9 +185,7 @@ async def test_a_stuck_read_fails_in_time_and_names_its_blocks(sim: Bench) -> No
 async def test_a_block_in_use_is_refused_and_the_request_can_be_pulled_into_others(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
         decode.data.deferred = True
-        first, second = (group.make_params(f"r{i}", [(0, [i])], 16, written=True) for i in (1, 2))
-        prefill.engine.lend(first)
-        prefill.engine.lend(second)
+        (first, _), (second, _) = (prefill.lent(group, f"r{i}", [i], written=True) for i in (1, 2))
         one = asyncio.create_task(decode.engine.pull("one", [(0, [6])], first))
         await until(lambda: decode.data.running)
         with pytest.raises(LocalProtocolError, match=r"block 6 .* still being written by a pull of 'one'"):
@@ -334,8 +332,7 @@ async def test_a_bug_that_one_command_meets_keeps_no_other_from_being_carried_ou
             for number, (side, key) in enumerate(
                 [(prefill, group), (second, PrefillRanks("second", [second.engine.endpoint]))]
             ):
-                params = key.make_params(f"r{number}", [(0, [1])], 16, written=True)
-                side.engine.lend(params)
+                params, _ = side.lent(key, f"r{number}", [1], written=True)
                 await decode.engine.pull(f"d{number}", [(0, [6])], params)
             honest, calls = data.remove_remote_agent, list[str]()
 

@@ -33,7 +33,6 @@ from asynckv.account.waits import waits_for
 from asynckv.account.watch import GATHER_S, PAUSE_S
 from asynckv.core.lease import LeaseState
 from asynckv.core.ledger import FEW, Kind, Ledger
-from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
 from asynckv.core.types import Address, Endpoint, Outcome, Reason, decode_params, rank_name
@@ -42,7 +41,7 @@ from asynckv.observe.log import phases
 from asynckv.scheduler import PrefillRanks
 from tests.documented import Lines
 from tests.engines import Bench, pass_by, until
-from tests.world import BLOCK, NUM_BLOCKS, begin, make_layout, opened
+from tests.world import BLOCK, NUM_BLOCKS, make_layout, opened
 
 # -- the list ----------------------------------------------------------------------------------------
 
@@ -216,8 +215,7 @@ def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() 
     world.deliver_all()
     world.live(9.0)
     world.lend(prefill, params)
-    pull = begin(decode.core, PullRequest("d", [(0, [9])], params), 100.0, world.time(decode))
-    world.settle(decode)
+    pull = world.pull(decode, "d", [9], params, timeout=100.0)
     world.deliver_all()
     world.live(9.0)
     assert decode.said == []
@@ -278,11 +276,8 @@ def test_of_many_kinds_the_largest_are_named_and_all_are_counted() -> None:
     world, prefill, decode = opened()
     for i in range(12):
         params, _ = world.lent(prefill, f"r{i}", [i])
-        for _ in range(2 if i == 11 else 1):
-            begin(
-                decode.core, PullRequest(f"d{i}", [(0, [i])], params, f"cohort-{i}"), 5.0, world.time(decode)
-            ) if i < 11 else None
-    world.settle(decode)
+        if i < 11:
+            world.pull(decode, f"d{i}", [i], params, timeout=5.0, cohort_id=f"cohort-{i}")
     world.deliver_all()
     del world.ranks[decode.name]
     world.advance(11.0)

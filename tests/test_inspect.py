@@ -126,9 +126,7 @@ def test_of_one_request_all_is_told() -> None:
 def test_an_account_tells_no_token() -> None:
     """A reader of one could release what it never read."""
     world, prefill, decode = opened()
-    params = [world.params([prefill], f"p{n}", [n], 4) for n in (1, 2)]
-    for each in params:
-        world.lend(prefill, each)
+    params = [world.lent(prefill, f"p{n}", [n])[0] for n in (1, 2)]
     world.pull(decode, "d1", [3], params[0])
     world.deliver()
     for rank in (prefill, decode):
@@ -302,9 +300,8 @@ def test_names_of_whatever_length_fit_an_answer() -> None:
     world, prefill = alone()
     cohort = Cohort("\U0001f600" * MAX_NAME, 4096, 0, 1, 0)
     for n in range(4):
-        params = world.params([prefill], f"p{n}", [n], 4)
-        digest = world.lend(prefill, params).digest
-        claim = Claim(params.key, params.request_id, cohort, f"pull-{n}", 1, digest, 5.0)
+        params, lease = world.lent(prefill, f"p{n}", [n])
+        claim = Claim(params.key, params.request_id, cohort, f"pull-{n}", 1, lease.digest, 5.0)
         prefill.core.receive(ReplyTo(b"way"), encode_packet("d", "", [claim]), world.time(prefill))
     found = pages(world, prefill, MAX_TOLD)
     assert [x.request_id for page in found for x in page.requests] == ["p0", "p1", "p2", "p3"]

@@ -147,8 +147,7 @@ async def test_cancelling_between_two_attempts_gives_up_and_discharges(sim: Benc
 async def test_blocks_that_were_given_by_an_iterator_are_filled_by_a_second_attempt(sim: Bench) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", iter([(0, [6])]), params, retries=1))  # type: ignore[arg-type]
         await until(lambda: running(decode))
         decode.data.deferred = False
