@@ -1,12 +1,24 @@
-"""The command line, run in the process of a test."""
+"""Commands that tests run: the command line within their own process, and other interpreters."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 
 import pytest
 
 from asynckv.tools import cli
+
+
+def python(*argv: str, timeout_s: float = 50, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run another interpreter to its end, within the time of a test."""
+    command = [sys.executable, *argv]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, env=os.environ | env)
+
+
+def asynckv(*argv: str) -> subprocess.CompletedProcess[str]:
+    return python("-m", "asynckv", *argv)
 
 
 class Command:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ from hypothesis import settings
 from asynckv.observe.log import Recorder
 from asynckv.observe.setup import configure_logging
 from tests.commands import Command
-from tests.documented import problems
+from tests.documented import Lines, problems
 from tests.engines import Bench
 
 # How long an example takes says what else the machine does.
@@ -83,16 +81,11 @@ def unconfigured_logging() -> Iterator[None]:
 
 
 @pytest.fixture
-def events() -> list[dict[str, Any]]:
-    """What engines of this process have logged so far, at any time."""
-    stream = io.StringIO()
-    configure_logging("info", stream=stream)
-
-    class Lines(list[dict[str, Any]]):
-        def __iter__(self) -> Iterator[dict[str, Any]]:
-            return iter([json.loads(line) for line in stream.getvalue().splitlines()])
-
-    return Lines()
+def logs() -> Lines:
+    """What is logged from here on; `unconfigured_logging` ends it."""
+    lines = Lines()
+    configure_logging("info", stream=lines.stream)
+    return lines
 
 
 @pytest.fixture

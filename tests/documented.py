@@ -1,13 +1,32 @@
-"""Whether a logged event is what its type says."""
+"""What engines log, and whether an event is what its type says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import io
+import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from asynckv import told
+
+
+class Lines:
+    """Events that engines of this process have logged so far. Tests have it as the fixture `logs`."""
+
+    def __init__(self) -> None:
+        self.stream = io.StringIO()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return map(json.loads, self.stream.getvalue().splitlines())
+
+    def of(self, event: str, engine_id: str = "") -> list[dict[str, Any]]:
+        return [e for e in self if e["event"] == event and engine_id in ("", e["engine_id"])]
+
+    def one(self, event: str, engine_id: str = "") -> dict[str, Any]:
+        (line,) = self.of(event, engine_id)
+        return line
 
 
 def problems(level: str, name: str, said: Mapping[str, Any]) -> list[str]:

@@ -136,6 +136,27 @@ async def turn_loop(times: int) -> None:
         await asyncio.sleep(0)
 
 
+async def pass_until(bench: Bench, condition: Callable[[], object], step: float = 0.02) -> None:
+    """Let time pass until something holds."""
+    with anyio.fail_after(20):
+        while not condition():
+            bench.clock.advance(step)
+            await asyncio.sleep(0)
+
+
+async def passing(bench: Bench, task: asyncio.Future[T], step: float = 0.02) -> T:
+    """Let time pass until a task is done."""
+    await pass_until(bench, task.done, step)
+    return await task
+
+
+async def pass_by(bench: Bench, seconds: float, step: float = 0.05) -> None:
+    """Let time pass, with some turns of the loop for each bit."""
+    for _ in range(round(seconds / step)):
+        await turn_loop(4)
+        bench.clock.advance(step)
+
+
 async def news_of(desk: EngineDesk) -> Finished:
     """Wait until a desk has something to tell, and take it."""
     await until(lambda: desk.has_news)

@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, generate_latest
 
 from asynckv import AsyncKVError, LeaseConfig, Metrics, PrefillRanks, PullConfig
-from tests.engines import Bench, Side, until
+from tests.engines import Bench, Side, pass_until, until
 
 QUICK: dict[str, Any] = {"lease": LeaseConfig(lease_s=4.0, grant_s=2.0), "pull": PullConfig(held_s=30.0)}
 Make = Callable[..., dict[str, Any]]
@@ -25,9 +25,7 @@ def registered(*collectors: Metrics) -> CollectorRegistry:
 
 async def passing(bench: Bench, task: asyncio.Task[Any]) -> Any:
     """Let time pass until a task is done; what it returned or raised."""
-    while not task.done():
-        await asyncio.sleep(0)
-        bench.clock.advance(0.02)
+    await pass_until(bench, task.done)
     with suppress(AsyncKVError):
         return await task
     return task.exception()
@@ -39,7 +37,6 @@ async def story(sim: Bench, prefill: Side, decode: Side, group: PrefillRanks, ma
     In turn: `well`, `retried` (its first read fails), `cancelled`, `withdrawn`, `expired` (lent, and never claimed),
     and `stuck`, whose read does not end, so that its blocks are retired.
     """
-    assert decode.data is not None
     make = make or group.make_params
 
     def lend(name: str, block: int) -> dict[str, Any]:
@@ -53,7 +50,7 @@ async def story(sim: Bench, prefill: Side, decode: Side, group: PrefillRanks, ma
     await passing(sim, pull("well", lend("well", 1), 1))
     decode.data.deferred = True
     task = pull("retried", lend("retried", 2), 2, retries=1)
-    await until(lambda: decode.data is not None and decode.data.running)
+    await until(lambda: decode.data.running)
     decode.data.fail(next(iter(decode.data.running)))
     decode.data.deferred = False
     await passing(sim, task)
@@ -67,21 +64,16 @@ async def story(sim: Bench, prefill: Side, decode: Side, group: PrefillRanks, ma
     prefill.engine.withdraw(params)
     await passing(sim, task)
     lent = prefill.engine.lend(make("expired", [(0, [5])], 16, written=True))
-    while not lent.is_over:
-        sim.clock.advance(0.25)
-        await asyncio.sleep(0)
+    await pass_until(sim, lambda: lent.is_over, 0.25)
     decode.data.deferred = True
     task = pull("stuck", lend("stuck", 6), 6, timeout_s=3.0)
-    await until(lambda: decode.data is not None and decode.data.running)
+    await until(lambda: decode.data.running)
     await passing(sim, task)
-    while not any(hold.reason == "retired" for hold in decode.engine.holds()):
-        sim.clock.advance(0.25)
-        await asyncio.sleep(0)
+    await pass_until(sim, lambda: any(hold.reason == "retired" for hold in decode.engine.holds()), 0.25)
 
 
 async def end(decode: Side) -> None:
     """Let what is stuck end."""
-    assert decode.data is not None
     decode.data.finish()
     await until(lambda: not decode.engine.holds())
 

@@ -14,10 +14,10 @@ from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.flow import READING, WAITING, Admission, FlowKey
 from asynckv.core.peer import PeerState
-from asynckv.core.pull import Pull, PullRequest, PullState
+from asynckv.core.pull import Pull, PullState
 from asynckv.core.types import Address, PullId, Reason, TransferId
 from tests.lab.oracles import wrong_in, wrong_in_admission
-from tests.world import Rank, World, begin, make_layout, reason
+from tests.world import Rank, World, make_layout, reason
 
 SMALL: dict[str, Any] = {"max_post_bytes": 64, "window_bytes": 256, "total_bytes": 512}
 
@@ -39,10 +39,7 @@ def ask(
     params = world.params([prefill], f"r{number}", [number], 4, written=lend)
     if lend:
         world.lend(prefill, params)
-    now = world.time(decode)
-    pull = begin(decode.core, PullRequest(f"d{number}", [(0, [number])], params, priority=priority), timeout, now)
-    world.settle(decode)
-    return pull
+    return world.pull(decode, f"d{number}", [number], params, timeout=timeout, priority=priority)
 
 
 def asking(number: int, *, lend: bool = True, timeout: float = 30, **pull: Any) -> tuple[World, Rank, Rank, Pull]:
@@ -179,11 +176,7 @@ def test_requests_that_are_not_lent_yet_give_way_to_those_that_are() -> None:
     world, (prefill,), decode = world_of(total_requests=2, window_requests=2)
     want = prefill.buffers.block(204)
     early = [world.params([prefill], f"e{i}", [200 + i], 4) for i in range(5)]
-    ahead = []
-    for i, params in enumerate(early):
-        now = world.time(decode)
-        ahead.append(begin(decode.core, PullRequest(f"ahead{i}", [(0, [200 + i])], params), 30, now))
-        world.settle(decode)
+    ahead = [world.pull(decode, f"ahead{i}", [200 + i], params) for i, params in enumerate(early)]
     world.deliver_all()
     ready = [ask(world, prefill, decode, i) for i in range(5)]
     for _ in range(40):

@@ -23,6 +23,8 @@ RULES = DEPLOY / "prometheus" / "alerts.yml"
 ON_A_HOST = DEPLOY / "prometheus" / "prometheus.yml"
 IN_CLUSTER = DEPLOY / "prometheus" / "kubernetes.yml"
 RULES_TEXT = RULES.read_text()
+WITHOUT_WORDS = re.sub(r"\n        annotations:\n(?:          .*\n?)+", "\n", RULES_TEXT)
+"""The rules, without the words that have numbers in them."""
 ALERTS = re.findall(r"- alert: (\w+)", RULES_TEXT)
 DASHBOARD: dict[str, Any] = json.loads(metrics.DASHBOARD.read_text())
 
@@ -281,6 +283,14 @@ def promtool(*arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def try_rules(folder: Path, interval: str, tests: list[dict[str, Any]], rules: str = WITHOUT_WORDS) -> None:
+    """Evaluate rules at an interval against tests of promtool's form."""
+    (folder / "alerts.yml").write_text(rules)
+    whole = {"rule_files": ["alerts.yml"], "evaluation_interval": interval, "tests": tests}
+    (folder / "tests.yml").write_text(json.dumps(whole))
+    promtool("test", "rules", str(folder / "tests.yml"))
+
+
 def severity_of(alert: str) -> str:
     (severity,) = re.findall(r"severity: (\w+)", rule(alert))
     return str(severity)
@@ -333,12 +343,7 @@ def test_each_alert_fires_when_it_should_and_not_when_it_should_not(tmp_path: Pa
                     ],
                 }
             )
-    # The words have numbers in them, which are not what is tested here.
-    plain = re.sub(r"\n        annotations:\n(?:          .*\n?)+", "\n", RULES_TEXT)
-    (tmp_path / "alerts.yml").write_text(plain)
-    path = tmp_path / "tests.yml"
-    path.write_text(json.dumps({"rule_files": ["alerts.yml"], "evaluation_interval": "15s", "tests": tests}))
-    promtool("test", "rules", str(path))
+    try_rules(tmp_path, "15s", tests)
 
 
 @needs_promtool
@@ -376,8 +381,6 @@ def test_a_fault_is_reported_in_time(
     interval, timeout = (int(re.findall(rf"scrape_{name}: (\d+)s", job)[0]) for name in ("interval", "timeout"))
     assert evaluated == interval  # what promtool is told below
     known_late_by = (timeout if alert == "AsynckvNotAnswering" else 0) + evaluated
-    plain = re.sub(r"\n        annotations:\n(?:          .*\n?)+", "\n", RULES_TEXT)
-    (tmp_path / "alerts.yml").write_text(plain)
     expected = dict(each.split("=") for each in labels.replace('"', "").split(","))
     test = {
         "interval": f"{interval}s",
@@ -396,9 +399,7 @@ def test_a_fault_is_reported_in_time(
             }
         ],
     }
-    tests = {"rule_files": ["alerts.yml"], "evaluation_interval": f"{evaluated}s", "tests": [test]}
-    (tmp_path / "tests.yml").write_text(json.dumps(tests))
-    promtool("test", "rules", str(tmp_path / "tests.yml"))
+    try_rules(tmp_path, f"{evaluated}s", [test])
 
 
 def test_ci_does_not_go_on_without_promtool(tmp_path: Path) -> None:
@@ -432,7 +433,6 @@ def test_a_rolling_restart_in_order_fires_no_alert(tmp_path: Path) -> None:
         for counter in ('peer_changes_total{state="gone"', 'leases_ended_total{state="expired"'):
             series[f"asynckv_{counter},{name}}}"] = f"0x{before} _x5 0x{after}"
         series[f'asynckv_waits_for_step_seconds{{{name},what="result"}}'] = f"0x{before} _x5 0x{after}"
-    (tmp_path / "alerts.yml").write_text(re.sub(r"\n        annotations:\n(?:          .*\n?)+", "\n", RULES_TEXT))
     none = [{"eval_time": f"{5 * t}s", "alertname": alert, "exp_alerts": []} for t in range(70) for alert in ALERTS]
     # The same without a goodbye, as after a kill: then the first one is reported before it is back.
     labels = {"job": "asynckv", "instance": "e0:9400", "severity": "critical"}
@@ -450,9 +450,7 @@ def test_a_rolling_restart_in_order_fires_no_alert(tmp_path: Path) -> None:
         }
         for each, expected in ((series, none), (silent, [lost]))
     ]
-    tests = {"rule_files": ["alerts.yml"], "evaluation_interval": "5s", "tests": cases}
-    (tmp_path / "tests.yml").write_text(json.dumps(tests))
-    promtool("test", "rules", str(tmp_path / "tests.yml"))
+    try_rules(tmp_path, "5s", cases)
 
 
 @needs_promtool
@@ -489,10 +487,7 @@ def test_counts_are_shown_as_whole_numbers(tmp_path: Path) -> None:
             }
         ],
     }
-    (tmp_path / "alerts.yml").write_text(RULES_TEXT)
-    tests = {"rule_files": ["alerts.yml"], "evaluation_interval": "5s", "tests": [test]}
-    (tmp_path / "tests.yml").write_text(json.dumps(tests))
-    promtool("test", "rules", str(tmp_path / "tests.yml"))
+    try_rules(tmp_path, "5s", [test], RULES_TEXT)
 
 
 # -- the dashboard -----------------------------------------------------------------------------------

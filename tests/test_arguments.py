@@ -64,7 +64,7 @@ from asynckv.layout import (
 from asynckv.offload import Offload, OffloadConfig
 from asynckv.offload.eviction import policy_named
 from asynckv.tiers.offload import Pin
-from tests.engines import Bench, memory, turn_loop, until
+from tests.engines import Bench, memory, pass_by, turn_loop, until
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies
 from tests.offloads import SIZE, Rank, chain, layout_of
@@ -623,9 +623,7 @@ async def test_params_that_a_caller_made_are_checked_as_those_that_were_sent(sim
                         found.withdraw()
                     assert what not in ("lone surrogate", "bytes", "object", "nan", "10^400"), what
             decode.engine.cancel("d")
-            for _ in range(20):
-                await asyncio.sleep(0)
-                sim.clock.advance(1.0)
+            await pass_by(sim, 20.0, 1.0)
         await until(lambda: not decode.engine.statistics().gauges["pulls"])
         await until(lambda: not prefill.engine.statistics().gauges["leases"])
         assert [quiet(e)[:4] for e in (prefill.engine, decode.engine)] == [b[:4] for b in before]

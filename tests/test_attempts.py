@@ -11,7 +11,6 @@ import pytest
 from asynckv.config import EngineConfig, LeaseConfig, PullConfig
 from asynckv.core.attempts import Request, RequestState
 from asynckv.core.events import Ending, TransferEnded
-from asynckv.core.lease import Lease
 from asynckv.core.pull import Pull, PullRequest
 from asynckv.core.types import Reason
 from asynckv.errors import EngineClosed, LocalProtocolError
@@ -29,8 +28,7 @@ class One:
         self.prefill = self.world.add("p", make_layout(), engine_id="prefill", seed=1)
         self.decode: Rank = self.world.add("d", make_layout(base=1 << 41), engine_id="decode", seed=2)
         self.core = self.decode.core
-        params = self.world.params([self.prefill], "r", [3], 4, written=True)
-        self.lease: Lease = self.world.lend(self.prefill, params)
+        params, self.lease = self.world.lent(self.prefill, "r", [3], written=True)
         self.wanted = PullRequest("d", [(0, [9])], params, is_last=is_last)
         self.request: Request = self.core.pull(self.wanted, retries, timeout_s, 0.0)
         self.world.settle(self.decode)
@@ -232,8 +230,7 @@ def test_a_bug_after_the_first_attempt_failed_leaves_no_request_behind(monkeypat
     one.do(one.core.cancel, "d")
     one.do(one.core.decode.forget, one.prefill.address)  # its next pull fails for now, within `pull` itself
     one.outcomes()
-    params = one.world.params([one.prefill], "r2", [4], 4, written=True)
-    one.world.lend(one.prefill, params)
+    params, _ = one.world.lent(one.prefill, "r2", [4], written=True)
     monkeypatch.setattr(Pull, "make_release", lambda *args: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         one.core.pull(PullRequest("d2", [(0, [8])], params), 1, 20.0, one.world.time(one.decode))

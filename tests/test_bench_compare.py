@@ -20,10 +20,9 @@ from asynckv.errors import ConfigError
 from asynckv.tools.bench import noise, table
 from asynckv.tools.bench.compare import compare, judge, show
 from asynckv.tools.bench.table import Run, Side
-from tests.commands import Command
+from tests.commands import Command, asynckv
 from tests.test_bench_report import good, options
 from tests.test_bench_sweep import head, row
-from tests.test_cli import asynckv
 
 RUNS = st.lists(st.floats(0.001, 1e6), min_size=1, max_size=12)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -35,6 +32,7 @@ from asynckv.tools.bench.protocol import Outcome, Sample, Work
 from asynckv.tools.bench.workload import Workload
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
+from tests.commands import asynckv
 
 MODEL = Model("tiny", (Heads(4, 16),) * 2)
 
@@ -229,21 +227,10 @@ def test_a_chunk_has_blocks_of_its_own() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_the_floor_is_measured_beside_the_engine(transport: str) -> None:
-    argv = [
-        "--layers",
-        "2",
-        "--prompt-tokens",
-        "200",
-        "--requests",
-        "24",
-        "--concurrency",
-        "4",
-        "--block-order",
-        "random",
-    ]
+    argv = ["--layers", "2", "--prompt-tokens", "200", "--requests", "24", "--concurrency", "4"]
+    argv += ["--block-order", "random"]
     argv += ["--prefix-hit", "40", "--block-size", "64:16", "--floor", "--transport", transport]
-    command = [sys.executable, "-m", "asynckv", "bench", *argv, "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=dict(os.environ), check=False)
+    done = asynckv("bench", *argv, "--json", "-")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["problems"] == []
@@ -258,8 +245,7 @@ def test_the_floor_is_measured_beside_the_engine(transport: str) -> None:
 @pytest.mark.slow
 def test_a_head_start_reads_every_byte_once_beside_one_pull() -> None:
     argv = ["--layers", "2", "--prompt-tokens", "700", "--requests", "8", "--block-size", "64:16", "--chunks", "6"]
-    command = [sys.executable, "-m", "asynckv", "bench", *argv, "--compute-ms", "20", "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, env=dict(os.environ), check=False)
+    done = asynckv("bench", *argv, "--compute-ms", "20", "--json", "-")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     ways = found["head_start"]

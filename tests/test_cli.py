@@ -18,7 +18,7 @@ from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.processes import MARK, Processes
 from asynckv.tools.bench.protocol import Ended, encode
 from asynckv.tools.bench.workers import Worker
-from tests.commands import Command
+from tests.commands import Command, asynckv, python
 
 SMALL = ["bench", "--layers", "2", "--prompt-tokens", "64:300", "--concurrency", "4"]
 
@@ -112,18 +112,14 @@ def test_a_config_that_does_not_parse_names_the_file(tmp_path: Path, command: Co
     assert f"--hf-config {path}: is not JSON" in command.complaint("bench", "--hf-config", path)
 
 
-def asynckv(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "asynckv", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False, env=os.environ | env)
-
-
 @pytest.mark.slow
 def test_help_loads_nothing_heavy() -> None:
     code = (
         "import sys; from asynckv.tools import cli\n"
         "assert not {'torch', 'nixl', 'zmq', 'numpy', 'structlog'} & sys.modules.keys()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)
+    loaded = python("-c", code)
+    assert loaded.returncode == 0, loaded.stderr
     shown = asynckv("bench", "--help")
     assert shown.returncode == 0
     assert "--max-prompt-tokens" in shown.stdout
@@ -147,7 +143,8 @@ def test_help_loads_nothing_heavy() -> None:
 def test_a_small_run_verifies_every_byte(ranks: int, options: list[str], tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
     # UCX warns of a variable that it does not know.
-    done = asynckv(*SMALL, "--requests", "30", *options, "--json", "-", "--log", str(log), UCX_NO_SUCH="1")
+    argv = [*SMALL, "--requests", "30", *options, "--json", "-", "--log", str(log)]
+    done = python("-m", "asynckv", *argv, UCX_NO_SUCH="1")
     assert (done.returncode, done.stderr) == (0, "")
     report = json.loads(done.stdout)  # nothing else on stdout
     assert report["requests"] == {"submitted": 30, "completed": 30, "read_nothing": 0, "failed": 0}
@@ -325,5 +322,5 @@ def wait_for_pids(log: Path, driver: subprocess.Popen[str]) -> dict[str, int]:
 
 
 def test_processes_that_tests_start_compile_the_package_once() -> None:
-    asked = [sys.executable, "-c", "import sys; print(sys.dont_write_bytecode)"]
-    assert subprocess.run(asked, capture_output=True, text=True, check=True).stdout == "False\n"
+    done = python("-c", "import sys; print(sys.dont_write_bytecode)")
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -23,7 +23,7 @@ from asynckv.tools.output import print_table
 from asynckv.tools.plan import layout_file
 from asynckv.tools.progress import Bar
 from scripts.command import script
-from tests.commands import Command
+from tests.commands import Command, python
 
 HEADS = ("concurrency", "prefill-block-size", "GB/s", "decode CPU µs", "")
 ROWS = [("1", "16", "1,234.567", "1,234,567", ""), ("16", "32", "2.5", "9", "failed")]
@@ -113,7 +113,7 @@ def test_ctrl_c_before_the_command_line_is_imported_is_one_line() -> None:
         "    builtins.__import__ = real; os.kill(os.getpid(), signal.SIGINT); return real(name, *rest)\n"
         "builtins.__import__ = first; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    done = python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "asynckv: interrupted\n")
 
 
@@ -165,7 +165,7 @@ def test_ctrl_c_where_python_would_print_a_traceback(stage: str, status: int, sa
         "stub = types.ModuleType('asynckv.tools.cli'); stub.run = run\n"
         "asynckv.tools.cli = sys.modules['asynckv.tools.cli'] = stub; main()"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    done = python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (status, "", says)
 
 

@@ -11,9 +11,8 @@ import pytest
 
 from asynckv import LeaseConfig, LocalProtocolError, PeerLost, PeerUnreachable, PullConfig, PullError
 from asynckv.core.lifecycle import LifeState
-from tests.engines import BLOCKS, Bench, Side, until
-from tests.test_lifecycle import passing, reading, running
-from tests.test_races import spin
+from tests.engines import BLOCKS, Bench, Side, pass_by, passing, until
+from tests.test_lifecycle import reading, running
 
 
 def closing(side: Side, timeout_s: float | None = None) -> asyncio.Task[Any]:
@@ -26,7 +25,7 @@ async def test_a_promise_is_cut_short_named_and_its_reader_fails(sim: Bench, cap
         caplog.clear()
         begun = sim.clock.now()
         task_of_closing = closing(prefill, 0.5)
-        await spin(sim, 0.4)
+        await pass_by(sim, 0.4)
         # Told, but not betrayed: what was promised is read on.
         assert not task_of_closing.done()
         assert not task.done()
@@ -64,7 +63,7 @@ async def test_what_ends_in_time_is_not_cut_short(sim: Bench, caplog: pytest.Log
     async with reading(sim) as (prefill, decode, lent, task, _):
         await until(lambda: lent._lease.grants)
         task_of_closing = closing(prefill, 2.0)
-        await spin(sim, 0.2)
+        await pass_by(sim, 0.2)
         decode.data.finish()
         assert (await passing(sim, task)).num_bytes
         assert await passing(sim, task_of_closing) == ()
@@ -86,7 +85,7 @@ async def test_a_later_call_has_less_time_and_all_return_the_same(sim: Bench) ->
     async with reading(sim, timeout_s=3000.0) as (prefill, _, lent, task, _):
         await until(lambda: lent._lease.grants)
         calls = [closing(prefill), closing(prefill, 3000.0)]
-        await spin(sim, 0.1)
+        await pass_by(sim, 0.1)
         assert not any(call.done() for call in calls)
         begun = sim.clock.now()
         calls.append(closing(prefill, 0.0))
@@ -118,7 +117,7 @@ async def test_who_closes_later_with_more_time_prolongs_nothing(sim: Bench) -> N
     async with reading(sim, timeout_s=3000.0) as (prefill, _, lent, task, _):
         await until(lambda: lent._lease.grants)
         begun, calls = sim.clock.now(), [closing(prefill, 0.5)]
-        await spin(sim, 0.1)
+        await pass_by(sim, 0.1)
         calls += [closing(prefill, 3000.0), closing(prefill)]
         for call in calls:
             assert [cut.request_id for cut in await passing(sim, call)] == ["r"]
@@ -131,7 +130,7 @@ async def test_a_suspension_under_way_is_cut_short_with_the_engine(sim: Bench) -
     async with reading(sim, timeout_s=3000.0) as (prefill, _, lent, task, _):
         await until(lambda: lent._lease.grants)
         suspending = asyncio.create_task(prefill.engine.suspend(3600.0))
-        await spin(sim, 0.1)
+        await pass_by(sim, 0.1)
         begun = sim.clock.now()
         assert [cut.request_id for cut in await passing(sim, closing(prefill, 0.2))] == ["r"]
         assert sim.clock.now() - begun <= 0.6
@@ -166,7 +165,7 @@ async def test_a_read_of_ones_own_is_cut_short_with_the_agent(sim: Bench) -> Non
         with pytest.raises(Exception, match=r"cancelled|closed"):
             await passing(sim, task)
         assert decode.engine._life.state is LifeState.CLOSED
-        await spin(sim, 0.1)
+        await pass_by(sim, 0.1)
         assert not prefill.engine._life.is_shut
 
 
@@ -185,8 +184,7 @@ async def test_an_engine_that_was_never_started_is_closed_at_once(sim: Bench) ->
 @pytest.mark.nixl
 async def test_readers_on_real_nixl_take_no_bytes_of_an_owner_that_had_no_time() -> None:
     """No transport keeps them from reading on: the goodbye does, and the caller's word not to write meanwhile."""
-    bench = Bench(True)
-    async with bench.pair() as (prefill, decode, group):
+    async with Bench(True).pair() as (prefill, decode, group):
         first, second = (group.make_params(name, [(0, [1, 2])], 32, written=True) for name in ("r", "s"))
         lent = [prefill.engine.lend(params) for params in (first, second)]
         await decode.engine.pull("d1", [(0, [20, 21])], first)
@@ -209,8 +207,7 @@ async def test_readers_on_real_nixl_take_no_bytes_of_an_owner_that_had_no_time()
 
 @pytest.mark.nixl
 async def test_pulls_under_way_on_real_nixl_end_with_the_right_bytes_or_with_none() -> None:
-    bench = Bench(True)
-    async with bench.pair() as (prefill, decode, group):
+    async with Bench(True).pair() as (prefill, decode, group):
         requests = [group.make_params(f"r{i}", [(0, [i])], 16, written=True) for i in range(BLOCKS)]
         for params in requests:
             prefill.engine.lend(params)

@@ -10,9 +10,7 @@ import pytest
 
 from asynckv import EngineClosed, LeaseConfig, LocalProtocolError, PullCancelled, PullConfig
 from asynckv.core.types import Outcome
-from tests.engines import Bench, until
-from tests.test_lifecycle import passing
-from tests.test_races import spin
+from tests.engines import Bench, pass_by, passing, until
 from tests.world import World, make_layout, opened
 
 STAGES = ["nothing", "announced", "greeted", "claimed", "parked"]
@@ -77,11 +75,11 @@ async def test_an_attempt_that_was_not_the_last_is_followed_by_a_discharge(sim: 
         decode.data.deferred = True
         params, lent = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, is_last=False))
-        await until(lambda: decode.data is not None and decode.data.running)
+        await until(lambda: decode.data.running)
         decode.data.fail(next(iter(decode.data.running)))
         with pytest.raises(Exception, match="a transfer from"):
             await task
-        await spin(sim, 0.3)
+        await pass_by(sim, 0.3)
         assert not lent.is_over
         decode.engine.cancel("d", params)
         assert (await lent.wait_released()).readers == {"decode/tp0": "complete"}
@@ -93,7 +91,7 @@ async def test_what_is_pulled_or_retried_is_cancelled_with_params_as_well(sim: B
         decode.data.deferred = True
         params, _ = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
-        await until(lambda: decode.data is not None and decode.data.running)
+        await until(lambda: decode.data.running)
         if is_retried:
             decode.data.fail(next(iter(decode.data.running)))
             await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)
@@ -113,7 +111,7 @@ async def test_other_params_than_were_announced_are_refused(sim: Bench) -> None:
                 decode.engine.cancel("d", given, cohort_id=cohort_id)
         decode.engine.cancel("d", params)
         lent = prefill.engine.lend(params)
-        await spin(sim, 0.5)
+        await pass_by(sim, 0.5)
         assert lent.is_over
 
 
@@ -147,7 +145,7 @@ async def test_an_unreachable_rank_is_given_up_and_nothing_is_left(sim: Bench, i
         decode.engine.cancel("d", params)
         decode.engine.cancel("d", params)
         assert decode.engine.requests()
-        await spin(sim, 6.0)
+        await pass_by(sim, 6.0)
         assert (decode.engine.requests(), decode.engine.statistics().gauges["pulls"]) == ((), 0)
         # The prefill side heard nothing, and goes by its own clock.
         assert (await lent.wait_released()).cause == "expired"

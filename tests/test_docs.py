@@ -8,11 +8,8 @@ import dataclasses
 import importlib
 import inspect
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +33,7 @@ from asynckv.tools import cli
 from scripts.draw import configuration, states
 from scripts.draw.__main__ import MADE
 from scripts.draw.drawing import PAPER, PICTURES, THEMES
+from tests.commands import python
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -150,7 +148,7 @@ def test_the_map_names_files_that_exist_and_every_folder() -> None:
 def test_the_embedding_example_runs() -> None:
     text = (DOCS / "embedding.md").read_text()
     (program,) = re.findall(r"```python\n(import asyncio.*?)```", text, re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = python("-c", program)
     assert done.returncode == 0, done.stderr
     assert "released {'decode/tp0': 'complete'}" in done.stdout
 
@@ -228,16 +226,9 @@ def labels(report: str) -> set[str]:
 @pytest.mark.nixl
 @pytest.mark.slow
 def test_the_report_is_what_a_run_prints() -> None:
-    command = [sys.executable, "-m", "asynckv", *shlex.split(BENCH.rpartition("asynckv ")[2])]
     small = {"1024": "64"}
-    done = subprocess.run(
-        [small.get(argument, argument) for argument in command],
-        env=os.environ | {"COLUMNS": "80"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    argv = [small.get(argument, argument) for argument in shlex.split(BENCH.rpartition("asynckv ")[2])]
+    done = python("-m", "asynckv", *argv, COLUMNS="80")
     assert done.returncode == 0, done.stderr
     assert labels(done.stdout) == labels(REPORT), "run README's first command and paste what it prints"
     assert max(map(len, REPORT.splitlines())) <= 80

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,11 @@ from tests.engines import memory
 
 
 class Keys:
-    """Keys of two engines; each lists those that it is told to list."""
+    """Keys of some engines; each lists those that it is told to list."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, names: Sequence[str] = ("prefill", "decode")) -> None:
         self.folder = folder
-        self.publics = {name: write_pair(folder / name, name, make_pair())[1] for name in ("prefill", "decode")}
+        self.publics = {name: write_pair(folder / name, name, make_pair())[1] for name in names}
 
     def of(self, name: str, *listed: str) -> KeysConfig:
         directory = self.folder / name / "authorized"

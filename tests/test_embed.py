@@ -727,49 +727,42 @@ def test_news_that_come_while_others_are_taken_are_not_those_that_were_taken(mon
 # -- Ends of threads and processes ------------------------------------------------------------------------------------
 
 
-def test_a_pull_that_was_carried_out_just_before_the_engine_ends_has_begun() -> None:
+async def test_a_pull_that_was_carried_out_just_before_the_engine_ends_has_begun() -> None:
     """Its prefill ranks are told that it ends. Nothing else would tell them, and its lease would have to run out."""
-
-    async def run() -> None:
-        (ours, _), (theirs, _) = memory(1), memory(2)
-        async with Engine(EngineConfig(engine_id="prefill"), ours) as prefill:
-            decode = Engine(EngineConfig(engine_id="decode"), theirs)
-            await decode.start()
-            params = PrefillRanks("prefill", [prefill.endpoint]).make_params("r", [(0, [1])], 16, written=True)
-            lent, desk = prefill.lend(params), EngineDesk(decode, lambda: None)
-            desk.submit([Pull(request_id="r", groups=[(0, [1])], params=params)])
-            desk.carry_out()
-            await desk.finish()
-            assert list(decode._driver.core.decode.by_request) == ["r"]
-            await decode.aclose()
-            await desk.settle()
-            (failed,) = desk.take_finished().failed
-            assert isinstance(failed.error, PullError)
-            assert (await lent.wait_released()).cause == "released"
-
-    asyncio.run(run())
+    (ours, _), (theirs, _) = memory(1), memory(2)
+    async with Engine(EngineConfig(engine_id="prefill"), ours) as prefill:
+        decode = Engine(EngineConfig(engine_id="decode"), theirs)
+        await decode.start()
+        params = PrefillRanks("prefill", [prefill.endpoint]).make_params("r", [(0, [1])], 16, written=True)
+        lent, desk = prefill.lend(params), EngineDesk(decode, lambda: None)
+        desk.submit([Pull(request_id="r", groups=[(0, [1])], params=params)])
+        desk.carry_out()
+        await desk.finish()
+        assert list(decode._driver.core.decode.by_request) == ["r"]
+        await decode.aclose()
+        await desk.settle()
+        (failed,) = desk.take_finished().failed
+        assert isinstance(failed.error, PullError)
+        assert (await lent.wait_released()).cause == "released"
 
 
-def test_an_interrupt_in_the_middle_of_an_order_is_raised_and_the_order_is_told(
+async def test_an_interrupt_in_the_middle_of_an_order_is_raised_and_the_order_is_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def run() -> None:
-        async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
-            desk = EngineDesk(engine, lambda: None)
+    async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+        desk = EngineDesk(engine, lambda: None)
 
-            def interrupted(*args: Any, **more: Any) -> None:
-                raise KeyboardInterrupt
+        def interrupted(*args: Any, **more: Any) -> None:
+            raise KeyboardInterrupt
 
-            monkeypatch.setattr(engine, "announce", interrupted)
-            orders = [Announce("a", {}), Lend({"from": "behind"})]
-            desk.submit(orders)
-            with pytest.raises(KeyboardInterrupt):
-                desk.carry_out()
+        monkeypatch.setattr(engine, "announce", interrupted)
+        orders = [Announce("a", {}), Lend({"from": "behind"})]
+        desk.submit(orders)
+        with pytest.raises(KeyboardInterrupt):
             desk.carry_out()
-            told = [(each.order, type(each.error)) for each in desk.take_finished().refused]
-            assert told == [(orders[0], EngineClosed), (orders[1], RemoteProtocolError)]
-
-    asyncio.run(run())
+        desk.carry_out()
+        told = [(each.order, type(each.error)) for each in desk.take_finished().refused]
+        assert told == [(orders[0], EngineClosed), (orders[1], RemoteProtocolError)]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -791,22 +784,18 @@ def test_the_child_of_a_fork_takes_nothing_that_its_parent_is_told() -> None:
         engine.submit([Cancel("r")])
 
 
-def test_a_loan_of_which_no_end_is_told_is_told_as_closed_once() -> None:
+async def test_a_loan_of_which_no_end_is_told_is_told_as_closed_once() -> None:
     """A loop that ends in an unusual way tells no more ends; a worker waits for each of its orders."""
-
-    async def run() -> None:
-        async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
-            params = PrefillRanks("prefill", [engine.endpoint]).make_params("r", [(0, [1])], 16, written=True)
-            desk = EngineDesk(engine, lambda: None)
-            desk.submit([Lend(params)])
-            desk.carry_out()
-            desk._abandon(RuntimeError("the loop is gone"))
-            engine.withdraw(params)
-            await asyncio.sleep(0)
-            [sent] = desk.take_finished().finished_sending
-            assert (sent.request_id, sent.cause, sent.owed) == ("r", "closed", ("*",))
-
-    asyncio.run(run())
+    async with Engine(EngineConfig(engine_id="prefill"), memory(1)[0]) as engine:
+        params = PrefillRanks("prefill", [engine.endpoint]).make_params("r", [(0, [1])], 16, written=True)
+        desk = EngineDesk(engine, lambda: None)
+        desk.submit([Lend(params)])
+        desk.carry_out()
+        desk._abandon(RuntimeError("the loop is gone"))
+        engine.withdraw(params)
+        await asyncio.sleep(0)
+        [sent] = desk.take_finished().finished_sending
+        assert (sent.request_id, sent.cause, sent.owed) == ("r", "closed", ("*",))
 
 
 def test_what_is_handed_over_while_orders_are_carried_out_wakes_the_loop_again(monkeypatch: pytest.MonkeyPatch) -> None:

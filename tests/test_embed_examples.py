@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
-import os
 import re
 import runpy
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 
 from asynckv import Cancel, Failed, Finished, LeaseEnd, PrefillRanks, Pull, PullError, PullResult, Withdraw
+from tests.commands import python
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
 WAYS = ("native", "threaded")
@@ -24,14 +24,7 @@ MOST_LINES = 40
 
 
 def run(*words: str, timeout_s: float = 50) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        env=os.environ | {"PYTHONPATH": str(EXAMPLES.parents[1])},
-    )
+    return python(*words, timeout_s=timeout_s, PYTHONPATH=str(EXAMPLES.parents[1]))
 
 
 @pytest.mark.nixl

@@ -36,6 +36,7 @@ from asynckv.edges.nic.nixl import NixlPlane
 from asynckv.embed import Cancel, EngineThread, Finished, Lend, Pull
 from asynckv.embed.thread import MAX_CRASHES
 from asynckv.ports import AgentInfo
+from tests.commands import python
 from tests.engines import memory
 from tests.ways import PATIENCE_S, Held
 
@@ -686,9 +687,7 @@ assert finished.finished_recving, finished
 
 
 def script(text: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT + text], capture_output=True, text=True, timeout=40, check=False
-    )
+    return python("-W", "error", "-c", SCRIPT + text)
 
 
 @pytest.mark.slow
@@ -718,8 +717,7 @@ sys.setprofile(watch), threading.setprofile(watch)
 @pytest.mark.slow
 def test_no_engine_is_the_first_to_decode_a_type() -> None:
     """Two threads that were it at once made msgspec end the process with SIGSEGV."""
-    text = DESCRIBED + SCRIPT + "prefill.close(); decode.close()\nprint(described)"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=40, check=False)
+    done = python("-c", DESCRIBED + SCRIPT + "prefill.close(); decode.close()\nprint(described)")
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 

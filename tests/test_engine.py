@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import json
 import logging
 import os
 from typing import Any
@@ -38,7 +36,8 @@ from asynckv.core.events import Ending, TransferEnded
 from asynckv.observe.setup import configure_logging
 from asynckv.testing import SimControl, SimData
 from asynckv.testing.fabric import Fate
-from tests.engines import BLOCKS, Bench, memory, reading, turn_loop, until
+from tests.documented import Lines
+from tests.engines import BLOCKS, Bench, memory, passing, reading, turn_loop, until
 
 
 async def test_a_request_from_params_to_release(bench: Bench) -> None:
@@ -186,15 +185,13 @@ async def test_a_stuck_read_fails_in_time_and_names_its_blocks(sim: Bench) -> No
 async def test_a_block_in_use_is_refused_and_the_request_can_be_pulled_into_others(sim: Bench) -> None:
     async with sim.pair() as (prefill, decode, group):
         decode.data.deferred = True
-        first, second = (group.make_params(f"r{i}", [(0, [i])], 16, written=True) for i in (1, 2))
-        prefill.engine.lend(first)
-        prefill.engine.lend(second)
+        (first, _), (second, _) = (prefill.lent(group, f"r{i}", [i], written=True) for i in (1, 2))
         one = asyncio.create_task(decode.engine.pull("one", [(0, [6])], first))
-        await until(lambda: decode.data is not None and decode.data.running)
+        await until(lambda: decode.data.running)
         with pytest.raises(LocalProtocolError, match=r"block 6 .* still being written by a pull of 'one'"):
             await decode.engine.pull("two", [(0, [6])], second)
         two = asyncio.create_task(decode.engine.pull("two", [(0, [7])], second))
-        await until(lambda: decode.data is not None and len(decode.data.running) == 2)
+        await until(lambda: len(decode.data.running) == 2)
         decode.data.finish()
         await asyncio.gather(one, two)
         assert decode.blocks([6, 7]) == prefill.blocks([1, 2])
@@ -295,7 +292,7 @@ async def test_one_bad_event_takes_no_others_along(
         for i in range(2):
             params, _ = prefill.lent(group, f"r{i}", [i], written=True)
             tasks.append(asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [6 + i])], params, timeout_s=5.0)))
-        await until(lambda: decode.data is not None and len(decode.data.running) == 2)
+        await until(lambda: len(decode.data.running) == 2)
         with caplog.at_level(logging.ERROR, logger="asynckv"):
             decode.data.finish()
             await until(lambda: any(task.done() for task in tasks))
@@ -335,8 +332,7 @@ async def test_a_bug_that_one_command_meets_keeps_no_other_from_being_carried_ou
             for number, (side, key) in enumerate(
                 [(prefill, group), (second, PrefillRanks("second", [second.engine.endpoint]))]
             ):
-                params = key.make_params(f"r{number}", [(0, [1])], 16, written=True)
-                side.engine.lend(params)
+                params, _ = side.lent(key, f"r{number}", [1], written=True)
                 await decode.engine.pull(f"d{number}", [(0, [6])], params)
             honest, calls = data.remove_remote_agent, list[str]()
 
@@ -369,12 +365,8 @@ async def test_a_bug_in_a_timer_costs_no_deadline(sim: Bench, monkeypatch: pytes
         task = asyncio.create_task(
             decode.engine.pull("d", [(0, [6])], group.make_params("r", [(0, [1])], 16), timeout_s=1.0)
         )
-        with anyio.fail_after(10):
-            while not task.done():
-                await asyncio.sleep(0)
-                sim.clock.advance(0.01)
         with pytest.raises(PullError):
-            await task
+            await passing(sim, task, 0.01)
         assert sim.clock.now() - begun <= 1.5
         assert decode.engine.statistics().counters["internal_errors"] == 3
 
@@ -408,8 +400,7 @@ async def test_a_read_whose_posting_raised_may_have_been_posted_and_holds_its_bl
 
 @pytest.mark.nixl
 async def test_one_process_under_two_addresses_serves_both() -> None:
-    bench = Bench(True)
-    async with bench.pair() as (prefill, decode, group):
+    async with Bench(True).pair() as (prefill, decode, group):
         addresses = [prefill.engine.endpoint.address, prefill.engine.endpoint.address.replace("127.0.0.1", "localhost")]
         for i, address in enumerate([*addresses, addresses[0]]):
             params = group.make_params(f"r{i}", [(0, [i])], 16, written=True)
@@ -429,8 +420,7 @@ async def test_one_process_under_two_addresses_serves_both() -> None:
 
 @pytest.mark.nixl
 async def test_a_living_peer_that_was_idle_is_met_again_without_a_new_connection() -> None:
-    bench = Bench(True)
-    async with bench.pair(pull=PullConfig(idle_s=0.02)) as (prefill, decode, group):
+    async with Bench(True).pair(pull=PullConfig(idle_s=0.02)) as (prefill, decode, group):
         fds = []
         for i in range(5):
             params, lent = prefill.lent(group, f"r{i}", [i], written=True)
@@ -562,23 +552,18 @@ async def test_nothing_reaches_stdout(capfd: pytest.CaptureFixture[str]) -> None
     assert capfd.readouterr().out == ""
 
 
-async def test_failures_are_logged_with_their_history(sim: Bench) -> None:
-    stream = io.StringIO()
-    configure_logging("debug", stream=stream)
-    try:
-        async with sim.pair(pull=PullConfig(timeout_s=2.0)) as (prefill, decode, group):
-            good, _ = prefill.lent(group, "good", [1], written=True)
-            await decode.engine.pull("d-good", [(0, [1])], good)
-            bad = group.make_params("bad", [(0, [2])], 16, written=True)
-            task = asyncio.create_task(decode.engine.pull("d-bad", [(0, [2])], bad))
-            await turn_loop(20)
-            sim.clock.advance(2.1)
-            with pytest.raises(PullTimeout):
-                await task
-    finally:
-        structlog.reset_defaults()
-    events = [json.loads(line) for line in stream.getvalue().splitlines()]
-    ended = {e["request_id"]: e for e in events if e["event"] == "pull_ended"}
+async def test_failures_are_logged_with_their_history(sim: Bench, logs: Lines) -> None:
+    configure_logging("debug", stream=logs.stream)
+    async with sim.pair(pull=PullConfig(timeout_s=2.0)) as (prefill, decode, group):
+        good, _ = prefill.lent(group, "good", [1], written=True)
+        await decode.engine.pull("d-good", [(0, [1])], good)
+        bad = group.make_params("bad", [(0, [2])], 16, written=True)
+        task = asyncio.create_task(decode.engine.pull("d-bad", [(0, [2])], bad))
+        await turn_loop(20)
+        sim.clock.advance(2.1)
+        with pytest.raises(PullTimeout):
+            await task
+    ended = {e["request_id"]: e for e in logs.of("pull_ended")}
     assert ended["d-good"]["cause"] == "complete"
     assert "history" not in ended["d-good"]
     failure = ended["d-bad"]
@@ -586,8 +571,8 @@ async def test_failures_are_logged_with_their_history(sim: Bench) -> None:
     assert failure["history"][0] == [0.0, "announced"]
     assert failure["engine_id"] == "decode"
     assert len(failure["incarnation"]) == 32
-    assert {"engine_started", "peer_changed", "lease_ended", "engine_stopped"} <= {e["event"] for e in events}
-    assert [e["to"] for e in events if e["event"] == "pull_transition" and e["request_id"] == "d-good"][:4] == [
+    assert {"engine_started", "peer_changed", "lease_ended", "engine_stopped"} <= {e["event"] for e in logs}
+    assert [e["to"] for e in logs.of("pull_transition") if e["request_id"] == "d-good"][:4] == [
         "announced",
         "connecting",
         "queued",
@@ -595,22 +580,14 @@ async def test_failures_are_logged_with_their_history(sim: Bench) -> None:
     ]
 
 
-async def test_a_rank_that_shares_tokens_logs_and_tells_its_share(sim: Bench) -> None:
-    stream = io.StringIO()
-    configure_logging("info", stream=stream)
-    try:
-        for dcp in (4, 1):
-            registration, _ = memory(1, 6, 8, dcp=dcp)
-            data, control = SimData(sim.network, f"n{dcp}"), SimControl(sim.network)
-            engine = Engine(
-                EngineConfig(engine_id="prefill"), registration, data=data, control=control, clock=sim.clock
-            )
-            async with engine:
-                await until(lambda: "engine_started" in stream.getvalue())
-    finally:
-        structlog.reset_defaults()
-    started = [e for e in map(json.loads, stream.getvalue().splitlines()) if e["event"] == "engine_started"]
-    assert [each.get("token_shards") for each in started] == [[[0, 4, 2, 4]], None]
+async def test_a_rank_that_shares_tokens_logs_and_tells_its_share(sim: Bench, logs: Lines) -> None:
+    for dcp in (4, 1):
+        registration, _ = memory(1, 6, 8, dcp=dcp)
+        data, control = SimData(sim.network, f"n{dcp}"), SimControl(sim.network)
+        engine = Engine(EngineConfig(engine_id="prefill"), registration, data=data, control=control, clock=sim.clock)
+        async with engine:
+            await until(lambda: logs.of("engine_started"))
+    assert [each.get("token_shards") for each in logs.of("engine_started")] == [[[0, 4, 2, 4]], None]
 
 
 async def test_an_application_without_structlog_hears_only_warnings(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
 import msgspec
 import pytest
-from structlog.testing import capture_logs
-from structlog.typing import EventDict
 
 from asynckv import (
     Engine,
@@ -33,7 +31,8 @@ from asynckv.errors import BackendError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import AgentInfo
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
-from tests.engines import Bench, memory, reading, turn_loop, until
+from tests.documented import Lines
+from tests.engines import Bench, memory, pass_by, reading, turn_loop, until
 from tests.offloads import Rank, layout_of
 from tests.test_log_evidence import drops
 from tests.world import World, make_layout, reason
@@ -168,12 +167,6 @@ def test_models_are_compared_by_name_at_the_handshake_and_no_name_is_another_one
     assert ("give both layouts its name" in pull.detail) is (not here or not there)
 
 
-@pytest.fixture
-def logs() -> Iterator[list[EventDict]]:
-    with capture_logs() as logs:
-        yield logs
-
-
 def side(network: SimNetwork, clock: ManualClock, engine_id: str, seed: int, model: str) -> Engine:
     registration, _ = memory(seed)
     registration = Registration(msgspec.structs.replace(registration.layout, model=model), registration.owners)
@@ -202,23 +195,23 @@ async def exchange(names: tuple[str, str], models: tuple[str, str]) -> None:
             await prefill.aclose()
 
 
-def doubts(logs: list[EventDict]) -> list[tuple[str, str]]:
-    return [(e["engine_id"], e["detail"]) for e in logs if e["event"] == "setup_doubtful"]
+def doubts(logs: Lines) -> list[tuple[str, str]]:
+    return [(e["engine_id"], e["detail"]) for e in logs.of("setup_doubtful")]
 
 
-async def test_engines_without_a_models_name_say_so_once_each(logs: list[EventDict]) -> None:
+async def test_engines_without_a_models_name_say_so_once_each(logs: Lines) -> None:
     await exchange(("prefill", "decode"), ("", ""))
     assert [engine_id for engine_id, _ in doubts(logs)] == ["prefill", "decode"]
     assert all("give it model=" in detail for _, detail in doubts(logs))
 
 
-async def test_another_model_is_refused_with_both_names(logs: list[EventDict]) -> None:
+async def test_another_model_is_refused_with_both_names(logs: Lines) -> None:
     with pytest.raises(GeometryRefused, match="model: local qwen, remote llama"):
         await exchange(("prefill", "decode"), ("llama", "qwen"))
     assert doubts(logs) == []
 
 
-async def test_a_rank_that_reads_from_one_of_its_own_name_says_so(logs: list[EventDict]) -> None:
+async def test_a_rank_that_reads_from_one_of_its_own_name_says_so(logs: Lines) -> None:
     await exchange(("engine", "engine"), ("llama", "llama"))
     ((engine_id, detail),) = doubts(logs)
     assert engine_id == "engine"
@@ -248,15 +241,10 @@ async def test_a_reader_engine_that_only_announces_makes_room_for_another() -> N
             task = asyncio.ensure_future(lease.wait_released())
             task.add_done_callback(lambda done: ended.append(f"{done.result().request_id} {done.result().cause}"))
 
-        async def let_pass(seconds: float) -> None:
-            for _ in range(int(seconds * 10)):
-                bench.clock.advance(0.1)
-                await turn_loop(10)
-
-        await let_pass(3.0)
+        await pass_by(bench, 3.0, 0.1)
         assert prefill.engine.reclaim(6) == 1
         assert prefill.engine.reclaim(6) == 0, "its blocks are on their way"
-        await let_pass(1.5)  # a third of a grant, and some turns
+        await pass_by(bench, 1.5, 0.1)  # a third of a grant, and some turns
         assert ended == ["r0 revoked"]
         with pytest.raises(LeaseRefused, match="revoked"):
             await slow.engine.pull("d0", [(0, [*range(6)])], params[0])
@@ -267,5 +255,5 @@ async def test_a_reader_engine_that_only_announces_makes_room_for_another() -> N
                 prefill.engine.reclaim(wrong)  # type: ignore[arg-type]
         for i in (2, 3):
             slow.engine.cancel(f"d{i}")
-        await let_pass(1.0)
+        await pass_by(bench, 1.0, 0.1)
         assert len(ended) == 5

@@ -34,11 +34,6 @@ __all__ = ["make"]
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def opened(tmp_path: Path) -> Iterator[Callable[..., Segments]]:
     """Segments of four pages in one directory, closed in the end."""
     made: list[Segments] = []

@@ -11,7 +11,6 @@ import random
 import shutil
 import signal
 import sqlite3
-import subprocess
 import sys
 import threading
 import warnings
@@ -44,6 +43,7 @@ from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded, RecordsLost, StoredRecord
 from asynckv.tools.offload.folder import look, prune_folder
+from tests.commands import python
 from tests.engines import Polled
 from tests.killed import EVERY, unsound
 from tests.lab import plain_files
@@ -754,9 +754,8 @@ def test_no_room_is_said_with_the_numbers_and_leaves_nothing_behind(tmp_path: Pa
         "        print(exc)\n"
         "asyncio.run(main())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "x")], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = python("-c", code, str(tmp_path / "x"))
+    assert done.returncode == 0, done.stderr
     assert "has no room for 67108864 bytes: " in done.stdout
     assert "give the file tier fewer" in done.stdout
     assert not list((tmp_path / "x").glob("segment*"))
@@ -1126,13 +1125,7 @@ async def test_what_is_served_is_what_a_dict_would_serve(
 
 def killed(folder: Path, kills: int, back_end: str) -> dict[str, int]:
     """Let processes store until they are killed, and say what the next ones found."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.killed", str(folder), str(kills), back_end],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = python("-m", "tests.killed", str(folder), str(kills), back_end)
     assert done.returncode == 0, done.stderr
     found: dict[str, int] = json.loads(done.stdout)
     return found

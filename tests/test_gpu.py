@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 from typing import Any
 
@@ -17,6 +15,7 @@ from asynckv.edges.nic.agent import Agent
 from asynckv.edges.torch import CudaMirror, cuda_bytes, first_difference_of_tensors, stream_event, synchronize
 from asynckv.errors import ConfigError
 from asynckv.geometry.layout import Memory
+from tests.commands import python
 
 
 class ThreadEvent:
@@ -147,21 +146,8 @@ def test_a_lend_after_the_event_hands_over_what_the_kernels_wrote(torch_cuda: An
 @pytest.mark.gpu
 @pytest.mark.nixl
 def test_a_benchmark_between_gpu_pools_verifies_every_byte(torch_cuda: Any) -> None:
-    argv = [
-        "bench",
-        "--layers",
-        "2",
-        "--prompt-tokens",
-        "64:300",
-        "--requests",
-        "30",
-        "--memory",
-        "cuda",
-        "--json",
-        "-",
-    ]
-    command = [sys.executable, "-m", "asynckv", *argv]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=55, check=False)
+    argv = ["--layers", "2", "--prompt-tokens", "64:300", "--requests", "30", "--memory", "cuda"]
+    done = python("-m", "asynckv", "bench", *argv, "--json", "-")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["bytes"]["verified"] == report["bytes"]["wanted"] > 0

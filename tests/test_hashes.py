@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import msgspec
@@ -15,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asynckv import LocalProtocolError, token_hashes
-from asynckv.core.pull import PullRequest
 from asynckv.core.types import KVTransferParams, Reason
 from asynckv.core.wire import blocks_digest
 from asynckv.geometry.pairing import common_prefix
-from tests.world import World, begin, make_layout, reason
+from tests.commands import python
+from tests.world import World, make_layout, reason
 
 TOKENS = st.lists(st.integers(0, 3), max_size=12)
 ALSO = st.lists(st.tuples(st.integers(0, 13), st.sampled_from(["", "a", "b", "ab"])), max_size=3)
@@ -69,10 +66,8 @@ def test_chains_are_the_same_in_every_process() -> None:
     ]
     code = "import asynckv, json; print(json.dumps(asynckv.token_hashes(range(5), 2, also=[(0, 'a'), (4, 'é')])))"
     for seed in ("0", "1"):
-        run = subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, check=True
-        )
-        assert json.loads(run.stdout) == recorded
+        done = python("-c", code, PYTHONHASHSEED=seed)
+        assert (done.returncode, json.loads(done.stdout)) == (0, recorded)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +132,7 @@ def test_hashes_as_they_were_made_are_read() -> None:
 def test_a_pull_with_hashes_reads_what_they_cover(tokens: Any, read: int) -> None:
     world = World()
     params, decode = lent(world)
-    request = PullRequest("d", [(0, [5, 6])], params, hashes=token_hashes(tokens, 3))
-    pull = begin(decode.core, request, 30.0, 0.0)
-    world.settle(decode)
+    pull = world.pull(decode, "d", [5, 6], params, hashes=token_hashes(tokens, 3))
     world.run()
     assert reason(pull) is Reason.COMPLETE
     assert pull.lists is not None

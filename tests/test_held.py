@@ -33,15 +33,15 @@ from asynckv.account.waits import waits_for
 from asynckv.account.watch import GATHER_S, PAUSE_S
 from asynckv.core.lease import LeaseState
 from asynckv.core.ledger import FEW, Kind, Ledger
-from asynckv.core.pull import PullRequest
 from asynckv.core.rank import RankCore
 from asynckv.core.readers import Identity
 from asynckv.core.types import Address, Endpoint, Outcome, Reason, decode_params, rank_name
 from asynckv.errors import LocalProtocolError
 from asynckv.observe.log import phases
 from asynckv.scheduler import PrefillRanks
-from tests.engines import Bench, until
-from tests.world import BLOCK, NUM_BLOCKS, begin, make_layout, opened
+from tests.documented import Lines
+from tests.engines import Bench, pass_by, until
+from tests.world import BLOCK, NUM_BLOCKS, make_layout, opened
 
 # -- the list ----------------------------------------------------------------------------------------
 
@@ -215,8 +215,7 @@ def test_a_pull_that_moves_on_is_not_warned_of_and_one_that_is_stuck_later_is() 
     world.deliver_all()
     world.live(9.0)
     world.lend(prefill, params)
-    pull = begin(decode.core, PullRequest("d", [(0, [9])], params), 100.0, world.time(decode))
-    world.settle(decode)
+    pull = world.pull(decode, "d", [9], params, timeout=100.0)
     world.deliver_all()
     world.live(9.0)
     assert decode.said == []
@@ -277,11 +276,8 @@ def test_of_many_kinds_the_largest_are_named_and_all_are_counted() -> None:
     world, prefill, decode = opened()
     for i in range(12):
         params, _ = world.lent(prefill, f"r{i}", [i])
-        for _ in range(2 if i == 11 else 1):
-            begin(
-                decode.core, PullRequest(f"d{i}", [(0, [i])], params, f"cohort-{i}"), 5.0, world.time(decode)
-            ) if i < 11 else None
-    world.settle(decode)
+        if i < 11:
+            world.pull(decode, f"d{i}", [i], params, timeout=5.0, cohort_id=f"cohort-{i}")
     world.deliver_all()
     del world.ranks[decode.name]
     world.advance(11.0)
@@ -304,9 +300,7 @@ def test_a_rank_is_written_in_one_way() -> None:
     assert rank_name("decode", 3, 1, "5c3acdd90e818f26") == "decode/pp1/tp3@5c3acdd9"
 
 
-async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_started(
-    sim: Bench, events: list[dict[str, Any]]
-) -> None:
+async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_started(sim: Bench, logs: Lines) -> None:
     errors: list[Exception] = []
     texts: list[str] = []
     async with sim.pair(lease=LeaseConfig(lease_s=6.0, grant_s=2.0)) as (prefill, decode, group):
@@ -314,7 +308,7 @@ async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_starte
             decode.data.deferred = how != "good"
             params, lent = prefill.lent(group, how, [1], written=True, lease_s=6.0)
             task = asyncio.create_task(decode.engine.pull(how, [(0, [len(how)])], params, timeout_s=4.0))
-            await until(lambda: decode.data is not None and (decode.data.running or not decode.data.deferred))
+            await until(lambda: decode.data.running or not decode.data.deferred)
             await until(lambda: prefill.engine.requests())
             texts += [str(h.waits_for) for h in (*prefill.engine.holds(), *decode.engine.holds())]
             texts += [str(r) for r in (*prefill.engine.requests(), *decode.engine.requests())]
@@ -330,13 +324,13 @@ async def test_whatever_names_a_rank_names_a_process_that_said_so_when_it_starte
             await lent.wait_released()
         # One that is stopped, and one that is never there.
         await prefill.engine.aclose()
-        await until(lambda: any(e.get("state") == "gone" for e in events))
+        await until(lambda: any(e.get("state") == "gone" for e in logs))
         with pytest.raises(PeerLost) as caught:
             await decode.engine.pull("gone", [(0, [1])], params)
         errors.append(caught.value)
     assert [type(e).__name__ for e in errors[:2]] == ["ReadFailed", "PullTimeout"]
-    starts = {e["engine_id"]: e["incarnation"] for e in events if e["event"] == "engine_started"}
-    found = [json.dumps(e) for e in events if e["event"] != "engine_started"] + [str(e) for e in errors] + texts
+    starts = {e["engine_id"]: e["incarnation"] for e in logs.of("engine_started")}
+    found = [json.dumps(e) for e in logs if e["event"] != "engine_started"] + [str(e) for e in errors] + texts
     names = [match for text in found for match in re.findall(r"(?:(\w+)/)?\btp\d+(?:/pp\d)?(@\w{8}\b)?", text)]
     assert len(names) > 50
     assert {(engine, at) for engine, at in names} == {
@@ -361,9 +355,7 @@ def test_what_a_program_compares_names_the_place_and_not_the_process() -> None:
 # -- what is logged ----------------------------------------------------------------------------------
 
 
-async def test_a_lease_that_ends_well_is_logged_as_a_whole_or_not_at_all(
-    sim: Bench, events: list[dict[str, Any]]
-) -> None:
+async def test_a_lease_that_ends_well_is_logged_as_a_whole_or_not_at_all(sim: Bench, logs: Lines) -> None:
     async with sim.pair(log=LogConfig(successes_per_s=3.0)) as (prefill, decode, group):
         for i in range(9):
             params, lent = prefill.lent(group, f"r{i}", [i], written=True)
@@ -373,27 +365,25 @@ async def test_a_lease_that_ends_well_is_logged_as_a_whole_or_not_at_all(
         sim.clock.advance(31)
         await expired.wait_released()
     for i in range(9):
-        said = [e["event"] for e in events if e["engine_id"] == "prefill" and e.get("request_id") == f"r{i}"]
+        said = [e["event"] for e in logs if e["engine_id"] == "prefill" and e.get("request_id") == f"r{i}"]
         assert said == (["lease_lent", "lease_granted", "lease_ended"] if i < 3 else [])
-    granted = [e for e in events if e["event"] == "lease_granted"]
-    ended = {e["pull_id"]: e for e in events if e["event"] == "pull_ended"}
+    granted = logs.of("lease_granted")
+    ended = {e["pull_id"]: e for e in logs.of("pull_ended")}
     for e in granted:
         assert (ended[e["pull_id"]]["rank"], ended[e["pull_id"]]["sequence"]) == (e["reader"], e["sequence"])
-    (failed,) = [e for e in events if e["event"] == "lease_ended" and e["cause"] == "expired"]
+    (failed,) = [e for e in logs.of("lease_ended") if e["cause"] == "expired"]
     assert (failed["request_id"], failed["owed"]) == ("never", ["*"])
 
 
-async def test_what_waits_in_order_is_no_warning(sim: Bench, events: list[dict[str, Any]]) -> None:
+async def test_what_waits_in_order_is_no_warning(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (prefill, decode, group):
         params, _ = prefill.lent(group, "waits", [1], written=True)
         decode.engine.announce("d", params)
         prefill.engine.lend(group.make_params("lone", [(0, [2])], 16))
         await until(lambda: [x.state for x in decode.engine.requests()[0].ranks] == ["granted"])
-        for _ in range(90):
-            sim.clock.advance(0.15)
-            await asyncio.sleep(0)
+        await pass_by(sim, 13.5)
         await decode.engine.pull("d", [(0, [1])], params)
-    held = [(e["event"], e["level"], [x["request_id"] for x in e["oldest"]]) for e in events if "oldest" in e]
+    held = [(e["event"], e["level"], [x["request_id"] for x in e["oldest"]]) for e in logs if "oldest" in e]
     assert sorted(held) == [
         ("lease_held", "info", ["waits"]),
         ("lease_held", "warning", ["lone"]),
@@ -401,21 +391,17 @@ async def test_what_waits_in_order_is_no_warning(sim: Bench, events: list[dict[s
     ]
 
 
-async def test_an_idle_engine_gives_a_sign_of_life_every_half_lease(sim: Bench, events: list[dict[str, Any]]) -> None:
+async def test_an_idle_engine_gives_a_sign_of_life_every_half_lease(sim: Bench, logs: Lines) -> None:
     async with sim.pair(lease=LeaseConfig(lease_s=30.0)) as (_, _, _):
-        for _ in range(14):
-            sim.clock.advance(2.5)
-            await asyncio.sleep(0)
-    alive = [e for e in events if e["event"] == "engine_alive"]
+        await pass_by(sim, 35.0, 2.5)
+    alive = logs.of("engine_alive")
     assert sorted(e["engine_id"] for e in alive) == ["decode"] * 2 + ["prefill"] * 2
     assert {(e["level"], e["leases"], e["pulls"], e["blocks_held"], tuple(e["waits_for"])) for e in alive} == {
         ("info", 0, 0, 0, ())
     }
 
 
-async def test_a_pull_that_is_refused_here_is_logged_with_what_joins_it(
-    sim: Bench, events: list[dict[str, Any]]
-) -> None:
+async def test_a_pull_that_is_refused_here_is_logged_with_what_joins_it(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (prefill, decode, group):
         params, _ = prefill.lent(group, "p", [1], written=True)
         for groups in ([(0, [999])], [(0, [1]), (0, [2])]):
@@ -427,7 +413,7 @@ async def test_a_pull_that_is_refused_here_is_logged_with_what_joins_it(
             decode.engine.announce("d", {"nonsense": 1})
         with pytest.raises(AsyncKVError):
             decode.engine.announce("d", params | {"endpoints": "garbled"})
-    refused = [e for e in events if e["event"] == "pull_refused"]
+    refused = logs.of("pull_refused")
     assert [(e["cause"], e.get("prefill_request_id"), e.get("peer"), e.get("sequence")) for e in refused] == [
         ("PlanRefused", "p", "prefill", 0),
         ("PlanRefused", "p", "prefill", 0),
@@ -438,9 +424,7 @@ async def test_a_pull_that_is_refused_here_is_logged_with_what_joins_it(
     assert all(e["request_id"] == "d" and e["detail"] and e["level"] == "warning" for e in refused)
 
 
-async def test_a_claim_that_came_before_its_request_is_logged_as_granted_too(
-    sim: Bench, events: list[dict[str, Any]]
-) -> None:
+async def test_a_claim_that_came_before_its_request_is_logged_as_granted_too(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (prefill, decode, group):
         params = group.make_params("r", [(0, [1])], 16)
         task = asyncio.create_task(decode.engine.pull("d", [(0, [1])], params))
@@ -448,14 +432,14 @@ async def test_a_claim_that_came_before_its_request_is_logged_as_granted_too(
         prefill.engine.lend(params)
         await task
         await until(lambda: not prefill.engine.statistics().gauges["leases"])
-    assert [e["event"] for e in events if e["event"].startswith("lease")] == [
+    assert [e["event"] for e in logs if e["event"].startswith("lease")] == [
         "lease_lent",
         "lease_granted",
         "lease_ended",
     ]
 
 
-async def test_a_failed_handshake_says_so_with_its_seconds(sim: Bench, events: list[dict[str, Any]]) -> None:
+async def test_a_failed_handshake_says_so_with_its_seconds(sim: Bench, logs: Lines) -> None:
     sim.network.fate = lambda sender, to, packet: "drop"
     async with sim.pair() as (_, decode, group):
         params = group.make_params("r", [(0, [1])], 16)
@@ -466,23 +450,21 @@ async def test_a_failed_handshake_says_so_with_its_seconds(sim: Bench, events: l
             await task
         assert caught.value.failed_in == pickle.loads(pickle.dumps(caught.value)).failed_in == "handshake"
         sim.network.fate = lambda sender, to, packet: "deliver"
-    (line,) = [e for e in events if e["event"] == "pull_ended"]
+    (line,) = logs.of("pull_ended")
     assert (line["failed_in"], line["phases"]["handshake"]) == ("handshake", pytest.approx(5.0, abs=0.11))
     assert line["phases"]["read"] == line["phases"]["queue"] == 0
-    (changed,) = [e for e in events if e["event"] == "peer_changed" and e["state"] == "new"]
+    (changed,) = [e for e in logs.of("peer_changed") if e["state"] == "new"]
     assert changed["pulls_failed"] == 1
 
 
-async def test_seconds_inside_a_read_are_a_read_and_those_after_it_are_drained(
-    sim: Bench, events: list[dict[str, Any]]
-) -> None:
+async def test_seconds_inside_a_read_are_a_read_and_those_after_it_are_drained(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (prefill, decode, group):
         decode.data.deferred = True
         for i, (how, seconds) in enumerate({"timeout": 6.0, "cancelled": 7.5}.items()):
             params, _ = prefill.lent(group, how, [i], written=True)
             pull = decode.engine.pull(how, [(0, [i])], params, timeout_s=6.0 if how == "timeout" else 60.0)
             task = asyncio.create_task(pull)
-            await until(lambda: decode.data and decode.data.running)
+            await until(lambda: decode.data.running)
             sim.clock.advance(6.0)
             if how == "cancelled":
                 decode.engine.cancel(how)
@@ -491,15 +473,13 @@ async def test_seconds_inside_a_read_are_a_read_and_those_after_it_are_drained(
             with pytest.raises((PullTimeout, PullCancelled), match="failed in read: "):
                 await task
             decode.data.finish()
-            (line,) = [e for e in events if e["event"] == "pull_ended" and e["request_id"] == how]
+            (line,) = [e for e in logs.of("pull_ended") if e["request_id"] == how]
             assert (line["failed_in"], line["phases"]["read"], line["seconds"]) == ("read", 6.0, seconds)
             assert line["phases"]["drain"] == seconds - 6.0
 
 
 @pytest.mark.parametrize("takes", [False, True])
-async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
-    sim: Bench, events: list[dict[str, Any]], takes: bool
-) -> None:
+async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(sim: Bench, logs: Lines, takes: bool) -> None:
     async with sim.pair(lease=LeaseConfig(lease_s=2.0, grant_s=0.5)) as (prefill, decode, group):
         params, lent = prefill.lent(group, "r", [1], written=True, lease_s=2.0)
         await decode.engine.pull("d", [(0, [1])], params)
@@ -510,14 +490,14 @@ async def test_a_goodbye_is_no_warning_unless_it_takes_pulls_along(
             await until(lambda: decode.engine.requests()[0].ranks[0].state == "granted")
         prefill.engine._driver.core.readers.say_goodbye()
         prefill.engine._driver.soon()
-        await until(lambda: any(e.get("state") == "gone" for e in events))
+        await until(lambda: any(e.get("state") == "gone" for e in logs))
         assert decode.engine.statistics().gauges["pulls_waiting"] == 0
         assert [r.state for r in decode.engine.requests()] == []
         sim.clock.advance(3.0)
-    (gone,) = [e for e in events if e["event"] == "peer_changed" and e["state"] == "gone"]
+    (gone,) = [e for e in logs.of("peer_changed") if e["state"] == "gone"]
     assert (gone["level"], gone.get("pulls_failed", 0)) == (("warning", 1) if takes else ("info", 0))
     assert (gone["how"], gone["detail"].endswith("said goodbye")) == ("goodbye", True)
-    failed = [(e["how"], e["failed_with"]) for e in events if e["event"] == "pull_ended" and e["cause"] == "peer_lost"]
+    failed = [(e["how"], e["failed_with"]) for e in logs.of("pull_ended") if e["cause"] == "peer_lost"]
     assert failed == [("goodbye", [gone["peer"]])] * takes
 
 

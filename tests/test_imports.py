@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 
 import asynckv
 import asynckv.offload
+from tests.commands import python
 
 PACKAGE = Path(asynckv.__file__).parent
 
@@ -237,7 +236,8 @@ def test_what_is_loaded(what: str) -> None:
     """Whole rooms; vLLM's connector is in `tests/vllm`, where there is a vLLM to load it into."""
     code, rooms = LOADING[what]
     code = f"import sys, {code}; print(*(x for x in sys.modules if x.partition('.')[0] == 'asynckv'))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
     assert {room(module) for module in done.stdout.split()} - GROUND == rooms - GROUND
 
 
@@ -283,7 +283,8 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
         "heavy = {'torch', 'nixl', 'nixl_cu12', 'nixl_cu13', 'zmq'} & sys.modules.keys()\n"
         "assert not heavy, heavy\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_public_name_loads() -> None:
@@ -303,5 +304,6 @@ def test_what_needs_an_extra_can_be_named_without_it() -> None:
         "try: Metrics()\n"
         "except ImportError as exc: print(exc)"
     )
-    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
-    assert done.stdout == "metrics need prometheus_client: pip install 'asynckv[metrics]'\n"
+    done = python("-c", code)
+    says = "metrics need prometheus_client: pip install 'asynckv[metrics]'\n"
+    assert (done.returncode, done.stdout) == (0, says), done.stderr

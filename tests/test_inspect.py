@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 import time
@@ -24,7 +23,8 @@ from asynckv.core.wire import MAX_TOLD, Claim, Status, StatusRequest, encode_pac
 from asynckv.embed import Announce, Cancel, Lend, Pull
 from asynckv.errors import RemoteProtocolError
 from asynckv.told import StepWait
-from tests.engines import Bench, Side, memory, until
+from tests.documented import Lines
+from tests.engines import Bench, Side, memory, pass_by, until
 from tests.observed import registered
 from tests.world import Rank, World, alone, make_layout, opened
 
@@ -126,9 +126,7 @@ def test_of_one_request_all_is_told() -> None:
 def test_an_account_tells_no_token() -> None:
     """A reader of one could release what it never read."""
     world, prefill, decode = opened()
-    params = [world.params([prefill], f"p{n}", [n], 4) for n in (1, 2)]
-    for each in params:
-        world.lend(prefill, each)
+    params = [world.lent(prefill, f"p{n}", [n])[0] for n in (1, 2)]
     world.pull(decode, "d1", [3], params[0])
     world.deliver()
     for rank in (prefill, decode):
@@ -302,9 +300,8 @@ def test_names_of_whatever_length_fit_an_answer() -> None:
     world, prefill = alone()
     cohort = Cohort("\U0001f600" * MAX_NAME, 4096, 0, 1, 0)
     for n in range(4):
-        params = world.params([prefill], f"p{n}", [n], 4)
-        digest = world.lend(prefill, params).digest
-        claim = Claim(params.key, params.request_id, cohort, f"pull-{n}", 1, digest, 5.0)
+        params, lease = world.lent(prefill, f"p{n}", [n])
+        claim = Claim(params.key, params.request_id, cohort, f"pull-{n}", 1, lease.digest, 5.0)
         prefill.core.receive(ReplyTo(b"way"), encode_packet("d", "", [claim]), world.time(prefill))
     found = pages(world, prefill, MAX_TOLD)
     assert [x.request_id for page in found for x in page.requests] == ["p0", "p1", "p2", "p3"]
@@ -369,21 +366,13 @@ def waits(world: World, rank: Rank) -> dict[str, StepWait]:
     return found
 
 
-async def pass_s(sim: Bench, seconds: float) -> None:
-    for _ in range(round(seconds / 0.5)):
-        sim.clock.advance(0.5)
-        await asyncio.sleep(0)
-
-
 def shown(side: Side) -> dict[str, float]:
     registry = registered(Metrics(side.engine))
     samples = [x for family in registry.collect() for x in family.samples]
     return {x.labels["what"]: x.value for x in samples if x.name == "asynckv_waits_for_step_seconds"}
 
 
-async def test_results_that_are_not_taken_are_logged_answered_and_shown(
-    sim: Bench, events: list[dict[str, Any]]
-) -> None:
+async def test_results_that_are_not_taken_are_logged_answered_and_shown(sim: Bench, logs: Lines) -> None:
     async with sim.pair(lease=LEASE) as (prefill, decode, group):
         desks = prefill_desk, desk = EngineDesk(prefill.engine), EngineDesk(decode.engine)
         params = group.make_params("r", [(0, [1])], 16, written=True)
@@ -391,25 +380,25 @@ async def test_results_that_are_not_taken_are_logged_answered_and_shown(
         desk.submit([Pull(request_id="d", groups=[(0, [6])], params=params)])
         await until(lambda: all(each.has_news for each in desks))
         told_at = sim.clock.now()
-        await pass_s(sim, 40.0)
+        await pass_by(sim, 40.0, 0.5)
         waited_s = sim.clock.now() - told_at
         for side in (prefill, decode):
             wait = side.engine._driver.inspect.waits_for_step(sim.clock.now())
             assert list(wait) == ["result"]
             assert (wait["result"].number, abs(wait["result"].seconds - waited_s) < 0.01) == (1, True)
             assert shown(side) == {"result": wait["result"].seconds, "announcement": 0.0, "claim": 0.0}
-        said = [e["waits_for_step"] for e in events if e["event"] == "engine_alive" and e.get("waits_for_step")]
+        said = [e["waits_for_step"] for e in logs.of("engine_alive") if e.get("waits_for_step")]
         assert [x["result"]["number"] for x in said] == [1] * 4
         for each in desks:
             each.take_finished()
-        so_far = len([*events])
-        await pass_s(sim, 3600.0)
-        idle = [e for e in [*events][so_far:] if e["event"] == "engine_alive"]
+        so_far = len([*logs])
+        await pass_by(sim, 3600.0, 0.5)
+        idle = [e for e in [*logs][so_far:] if e["event"] == "engine_alive"]
         assert (len(idle), [e for e in idle if e.get("waits_for_step")]) == (2 * 3600 // 15, []), "an hour of idling"
         assert shown(decode) == {"result": 0.0, "announcement": 0.0, "claim": 0.0}
         desk.submit([Cancel("d", {"nonsense": 1})])  # refused, and no scheduler waits for that
         await until(lambda: desk.has_news)
-        await pass_s(sim, 5.0)
+        await pass_by(sim, 5.0, 0.5)
         assert decode.engine._driver.inspect.waits_for_step(sim.clock.now()) == {}
 
 

@@ -43,8 +43,7 @@ from asynckv.edges.control.local import (
     socket_name,
     write_packet,
 )
-from asynckv.edges.control.zmq import ZmqPlane, make_pair
-from asynckv.keys import write_pair
+from asynckv.edges.control.zmq import ZmqPlane
 from asynckv.testing import SimData, SimNetwork
 from asynckv.tools.diagnose import ask
 from asynckv.tools.diagnose.ask import Answer, Trouble, ask_all, targets
@@ -54,6 +53,7 @@ from asynckv.tools.diagnose.timeline_model import Story
 from asynckv.tools.diagnose.why_report import report
 from asynckv.tools.diagnose.why_text import show_findings
 from tests.engines import memory, turn_loop, until
+from tests.test_doctor_peer import Keys
 
 SHORT_S = 0.15
 """Seconds for which those are waited for that never answer."""
@@ -158,28 +158,19 @@ async def test_many_who_ask_at_once_are_all_answered() -> None:
 
 @pytest.mark.slow
 async def test_keys_are_asked_for_and_taken(tmp_path: Path) -> None:
-    for name in ("engine", "operator", "stranger"):
-        write_pair(tmp_path / name, name, make_pair())
-    for name, trusts in (("engine", ("engine", "operator")), ("operator", ("engine",)), ("stranger", ("engine",))):
-        directory = tmp_path / f"{name}-knows"
-        directory.mkdir()
-        for other in trusts:
-            (directory / f"{other}.key").write_bytes((tmp_path / other / f"{other}.key").read_bytes())
-
-    def keys(name: str) -> KeysConfig:
-        return KeysConfig(secret=tmp_path / name / f"{name}.key_secret", authorized=tmp_path / f"{name}-knows")
-
-    async with pair(keys=keys("engine")) as (prefill, _, _):
+    keys = Keys(tmp_path, ("engine", "operator", "stranger"))
+    operator, stranger = (keys.of(name, "engine") for name in ("operator", "stranger"))
+    async with pair(keys=keys.of("engine", "engine", "operator")) as (prefill, _, _):
         address = prefill.endpoint.address
-        (answer,) = await ask_all([address], keys("operator"))
+        (answer,) = await ask_all([address], operator)
         assert answer.account.engine_id == "prefill"
         place = address.partition("#")[0]
         for to, given, cause in (
-            (address, keys("stranger"), "may not know ours"),
+            (address, stranger, "may not know ours"),
             (place, None, "it wants keys: give --keys and --authorized"),
             (address, None, "it has keys, as its address says"),
-            (place, keys("operator"), "an address ends in the engine's own"),
-            (place + "#" + "1" * 64, keys("operator"), "put the engine's .key file there"),
+            (place, operator, "an address ends in the engine's own"),
+            (place + "#" + "1" * 64, operator, "put the engine's .key file there"),
         ):
             await check_unanswered(to, cause, given)
 

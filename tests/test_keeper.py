@@ -115,6 +115,10 @@ class Kept:
         )
         self.memory = np.frombuffer(shared_memory(4096), np.uint8)
 
+    async def started(self) -> Kept:
+        await self.start()
+        return self
+
     async def start(self) -> None:
         agent = await self.keeper.start([Memory(self.memory.ctypes.data, self.memory.nbytes)])
         assert agent.name == f"agent of {self.keeper.name}"
@@ -148,8 +152,11 @@ def exists(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
+Make = Callable[..., Kept]
+
+
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Kept]]:
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Make a keeper of children that do what they are asked: the first, the second, ..., and all that follow."""
     executable = tmp_path / "child"
     executable.write_text(f"#!{sys.executable} -S\n{CHILD}")
@@ -174,7 +181,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 # -- the start -----------------------------------------------------------------------------------------
 
 
-async def test_a_child_is_given_its_memory_and_a_group_of_its_own(kept: Callable[..., Kept]) -> None:
+async def test_a_child_is_given_its_memory_and_a_group_of_its_own(kept: Make) -> None:
     each = kept("serve", SETTLE_S=60.0)
     assert (each.keeper.is_serving, each.keeper.pid, each.keeper.num_processes) == (False, 0, 0)
     await each.start()
@@ -186,14 +193,13 @@ async def test_a_child_is_given_its_memory_and_a_group_of_its_own(kept: Callable
         await each.start()
 
 
-async def test_addresses_that_are_taken_cost_a_start_and_are_no_failure(kept: Callable[..., Kept]) -> None:
-    each = kept(f"exit={COLLISION} exit={COLLISION} serve", MAX_COLLISIONS=2)
-    await each.start()
+async def test_addresses_that_are_taken_cost_a_start_and_are_no_failure(kept: Make) -> None:
+    each = await kept(f"exit={COLLISION} exit={COLLISION} serve", MAX_COLLISIONS=2).started()
     assert each.keeper.name == "kept-3"
     assert each.news() == ["kept-3"]
 
 
-async def test_addresses_that_are_taken_again_and_again_are_one(kept: Callable[..., Kept]) -> None:
+async def test_addresses_that_are_taken_again_and_again_are_one(kept: Make) -> None:
     each = kept(f"exit={COLLISION}", MAX_COLLISIONS=2)
     with pytest.raises(BackendError, match="found the addresses of the memory taken, 3 times in a row"):
         await each.start()
@@ -211,7 +217,7 @@ async def test_addresses_that_are_taken_again_and_again_are_one(kept: Callable[.
     ],
 )
 async def test_a_first_child_that_does_not_serve_fails_the_start_with_its_cause(
-    kept: Callable[..., Kept], plan: str, cause: str
+    kept: Make, plan: str, cause: str
 ) -> None:
     each = kept(plan, patience_s=0.3 if plan == "silent" else 20.0, CLOSE_S=0.1)
     with pytest.raises(BackendError, match=f"^{cause}$"):
@@ -219,7 +225,7 @@ async def test_a_first_child_that_does_not_serve_fails_the_start_with_its_cause(
     assert (each.keeper.num_processes, each.keeper.pid, each.news()) == (0, 0, [])
 
 
-async def test_the_loop_turns_while_a_child_starts_and_one_that_toils_is_waited_for(kept: Callable[..., Kept]) -> None:
+async def test_the_loop_turns_while_a_child_starts_and_one_that_toils_is_waited_for(kept: Make) -> None:
     each = kept("toils=1.5", patience_s=0.5, SETTLE_S=60.0)
     task, turns = asyncio.create_task(each.start()), 0
     while not task.done():
@@ -230,7 +236,7 @@ async def test_the_loop_turns_while_a_child_starts_and_one_that_toils_is_waited_
     assert each.keeper.is_serving
 
 
-async def test_a_child_that_toils_for_ever_is_not_waited_for_for_ever(kept: Callable[..., Kept]) -> None:
+async def test_a_child_that_toils_for_ever_is_not_waited_for_for_ever(kept: Make) -> None:
     each = kept("toils=60", patience_s=0.1)
     with pytest.raises(BackendError, match=r"did not serve, and made no progress for 0\.1 s"):
         await each.start()
@@ -238,7 +244,7 @@ async def test_a_child_that_toils_for_ever_is_not_waited_for_for_ever(kept: Call
 
 
 async def test_a_child_that_starts_is_looked_at_four_times_in_the_time_it_has(
-    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+    kept: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop, delays = asyncio.get_running_loop(), list[float]()
     later = loop.call_later
@@ -254,7 +260,7 @@ async def test_a_child_that_starts_is_looked_at_four_times_in_the_time_it_has(
 
 
 @pytest.mark.parametrize("how", ["closed", "cancelled"])
-async def test_a_start_that_is_given_up_leaves_no_child(kept: Callable[..., Kept], how: str) -> None:
+async def test_a_start_that_is_given_up_leaves_no_child(kept: Make, how: str) -> None:
     each = kept("silent")
     task = asyncio.create_task(each.start())
     await until(lambda: each.lines("kept"))
@@ -270,7 +276,7 @@ async def test_a_start_that_is_given_up_leaves_no_child(kept: Callable[..., Kept
     assert each.keeper.num_processes == 0
 
 
-async def test_no_interpreter_is_no_process(kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_interpreter_is_no_process(kept: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     each = kept("serve")
     before = open_files()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -285,9 +291,8 @@ async def test_no_interpreter_is_no_process(kept: Callable[..., Kept], monkeypat
 # -- deaths --------------------------------------------------------------------------------------------
 
 
-async def test_the_one_that_stands_by_serves_at_once_and_another_stands_by_then(kept: Callable[..., Kept]) -> None:
-    each = kept("serve")
-    await each.start()
+async def test_the_one_that_stands_by_serves_at_once_and_another_stands_by_then(kept: Make) -> None:
+    each = await kept("serve").started()
     for number in (2, 3, 4):
         await until(each.keeper.stands_by)
         assert each.keeper.num_processes == 2
@@ -302,9 +307,8 @@ async def test_the_one_that_stands_by_serves_at_once_and_another_stands_by_then(
         await each.obeys_only_the_next_order()
 
 
-async def test_the_last_words_of_a_child_are_heard_before_its_end(kept: Callable[..., Kept]) -> None:
-    each = kept("serve", SETTLE_S=60.0)
-    await each.start()
+async def test_the_last_words_of_a_child_are_heard_before_its_end(kept: Make) -> None:
+    each = await kept("serve", SETTLE_S=60.0).started()
     assert each.keeper._current is not None
     asyncio.get_running_loop().remove_reader(each.keeper._current.link.fileno())  # its end is noticed first
     each.keeper.order(wire.Beat())
@@ -313,9 +317,8 @@ async def test_the_last_words_of_a_child_are_heard_before_its_end(kept: Callable
     assert each.told[1:3] == [wire.Stats({"beats": 1}), ("the data plane's process exited with status 0", 0.0)]
 
 
-async def test_without_one_that_stands_by_one_is_started(kept: Callable[..., Kept]) -> None:
-    each = kept("serve", SETTLE_S=60.0)
-    await each.start()
+async def test_without_one_that_stands_by_one_is_started(kept: Make) -> None:
+    each = await kept("serve", SETTLE_S=60.0).started()
     os.kill(each.keeper.pid, signal.SIGKILL)
     await until(lambda: len(each.news()) > 1)
     assert each.news()[1:] == [("the data plane's process was ended by SIGKILL", 0.0)]
@@ -327,10 +330,9 @@ async def test_without_one_that_stands_by_one_is_started(kept: Callable[..., Kep
 
 
 async def test_the_first_to_stand_by_waits_until_the_engine_has_settled(
-    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+    kept: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    each = kept("serve", SETTLE_S=60.0, AHEAD_S=0.0)
-    await each.start()
+    each = await kept("serve", SETTLE_S=60.0, AHEAD_S=0.0).started()
     loop = asyncio.get_running_loop()
     due = [timer.when() - loop.time() for timer in each.keeper._timers]
     assert due == [pytest.approx(60.0, abs=5)]
@@ -338,9 +340,8 @@ async def test_the_first_to_stand_by_waits_until_the_engine_has_settled(
     await until(each.keeper.stands_by)  # the second time nothing else begins
 
 
-async def test_the_end_of_one_that_stands_by_is_nobodys_loss(kept: Callable[..., Kept]) -> None:
-    each = kept("serve", STANDBY_S=0.0, deaths=0)
-    await each.start()
+async def test_the_end_of_one_that_stands_by_is_nobodys_loss(kept: Make) -> None:
+    each = await kept("serve", STANDBY_S=0.0, deaths=0).started()
     for _ in range(3):
         await until(each.keeper.stands_by)
         ended = each.standing_by
@@ -352,24 +353,21 @@ async def test_the_end_of_one_that_stands_by_is_nobodys_loss(kept: Callable[...,
     assert each.lines("kept-5")
 
 
-async def test_a_child_that_stands_by_is_not_heard(kept: Callable[..., Kept]) -> None:
-    each = kept("serve chats")
-    await each.start()
+async def test_a_child_that_stands_by_is_not_heard(kept: Make) -> None:
+    each = await kept("serve chats").started()
     await until(lambda: each.keeper.frames_in == 3)  # two agents, and what the second has to say
     assert each.told == ["kept"]
 
 
-async def test_one_that_collides_while_it_is_to_stand_by_is_replaced_unheard(kept: Callable[..., Kept]) -> None:
-    each = kept(f"serve exit={COLLISION} serve", STANDBY_S=60.0)
-    await each.start()
+async def test_one_that_collides_while_it_is_to_stand_by_is_replaced_unheard(kept: Make) -> None:
+    each = await kept(f"serve exit={COLLISION} serve", STANDBY_S=60.0).started()
     await until(each.keeper.stands_by)
     assert each.lines("kept-3")
     assert each.news() == ["kept"]
 
 
-async def test_more_deaths_than_are_allowed_within_their_time_make_a_pause(kept: Callable[..., Kept]) -> None:
-    each = kept("serve", deaths=2, DEATHS_S=50.0)
-    await each.start()
+async def test_more_deaths_than_are_allowed_within_their_time_make_a_pause(kept: Make) -> None:
+    each = await kept("serve", deaths=2, DEATHS_S=50.0).started()
     for number in range(3):
         await until(each.keeper.stands_by)
         os.kill(each.keeper.pid, signal.SIGKILL)
@@ -381,9 +379,8 @@ async def test_more_deaths_than_are_allowed_within_their_time_make_a_pause(kept:
     assert each.keeper.num_processes == 1
 
 
-async def test_deaths_that_are_long_past_do_not_count(kept: Callable[..., Kept]) -> None:
-    each = kept("serve", deaths=1, DEATHS_S=0.0)
-    await each.start()
+async def test_deaths_that_are_long_past_do_not_count(kept: Make) -> None:
+    each = await kept("serve", deaths=1, DEATHS_S=0.0).started()
     for number in range(4):
         await until(each.keeper.stands_by)
         os.kill(each.keeper.pid, signal.SIGKILL)
@@ -391,9 +388,8 @@ async def test_deaths_that_are_long_past_do_not_count(kept: Callable[..., Kept])
     assert [one[1] for one in each.news() if isinstance(one, tuple)] == [0.0] * 4
 
 
-async def test_after_the_pause_another_serves(kept: Callable[..., Kept]) -> None:
-    each = kept("serve", deaths=0, DEATHS_S=0.2, SETTLE_S=60.0)
-    await each.start()
+async def test_after_the_pause_another_serves(kept: Make) -> None:
+    each = await kept("serve", deaths=0, DEATHS_S=0.2, SETTLE_S=60.0).started()
     os.kill(each.keeper.pid, signal.SIGKILL)
     await until(lambda: len(each.news()) > 2)
     _, (_, pause), follows = each.news()
@@ -401,10 +397,9 @@ async def test_after_the_pause_another_serves(kept: Callable[..., Kept]) -> None
 
 
 async def test_processes_that_cannot_be_started_any_more_are_told_and_tried_again(
-    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+    kept: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    each = kept("serve", SETTLE_S=60.0, AHEAD_S=0.05)
-    await each.start()
+    each = await kept("serve", SETTLE_S=60.0, AHEAD_S=0.05).started()
     works = sys.executable
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     os.kill(each.keeper.pid, signal.SIGKILL)
@@ -429,18 +424,16 @@ async def test_processes_that_cannot_be_started_any_more_are_told_and_tried_agai
         ("serve leaves", "the data plane's process was ended by SIGKILL"),
     ],
 )
-async def test_one_that_raves_or_closes_its_end_is_killed(kept: Callable[..., Kept], plan: str, cause: str) -> None:
-    each = kept(plan.split()[1] + " serve", SETTLE_S=60.0)
-    await each.start()
+async def test_one_that_raves_or_closes_its_end_is_killed(kept: Make, plan: str, cause: str) -> None:
+    each = await kept(plan.split()[1] + " serve", SETTLE_S=60.0).started()
     each.keeper.order(wire.Drop("x"))
     await until(lambda: len(each.news()) > 2)
     assert each.news()[1][0].startswith(cause)
     assert each.news()[2] == "kept-2"
 
 
-async def test_a_follower_that_is_too_late_is_killed_and_followed(kept: Callable[..., Kept]) -> None:
-    each = kept("serve silent serve", patience_s=1.0)
-    await each.start()
+async def test_a_follower_that_is_too_late_is_killed_and_followed(kept: Make) -> None:
+    each = await kept("serve silent serve", patience_s=1.0).started()
     await until(lambda: each.keeper.num_processes == 2)
     os.kill(each.keeper.pid, signal.SIGKILL)
     await until(lambda: each.keeper.is_serving and len(each.news()) > 3)
@@ -449,10 +442,9 @@ async def test_a_follower_that_is_too_late_is_killed_and_followed(kept: Callable
 
 
 async def test_who_is_watched_is_asked_and_killed_when_it_does_not_answer(
-    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+    kept: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    each = kept("deaf serve", BEAT_S=0.05, HUNG_S=0.2, SETTLE_S=60.0)
-    await each.start()
+    each = await kept("deaf serve", BEAT_S=0.05, HUNG_S=0.2, SETTLE_S=60.0).started()
     each.keeper.watch(True)
     await until(lambda: len(each.news()) > 1)
     monkeypatch.setattr(keeper, "HUNG_S", 60.0)  # on a busy machine its successor may take long to answer
@@ -467,9 +459,8 @@ async def test_who_is_watched_is_asked_and_killed_when_it_does_not_answer(
     assert len(each.news()) == 3
 
 
-async def test_a_loop_that_was_away_waits_for_the_answer_anew(kept: Callable[..., Kept]) -> None:
-    each = kept("deaf", BEAT_S=60.0, HUNG_S=10.0, SETTLE_S=60.0)
-    await each.start()
+async def test_a_loop_that_was_away_waits_for_the_answer_anew(kept: Make) -> None:
+    each = await kept("deaf", BEAT_S=60.0, HUNG_S=10.0, SETTLE_S=60.0).started()
     each.keeper.watch(True)
     process = each.keeper._current
     assert process is not None
@@ -480,9 +471,8 @@ async def test_a_loop_that_was_away_waits_for_the_answer_anew(kept: Callable[...
         assert bool(process.cause) is not bool(away_s)
 
 
-async def test_who_is_not_watched_is_left_alone(kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch) -> None:
-    each = kept("serve", BEAT_S=0.01, SETTLE_S=60.0)
-    await each.start()
+async def test_who_is_not_watched_is_left_alone(kept: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    each = await kept("serve", BEAT_S=0.01, SETTLE_S=60.0).started()
     each.keeper.watch(True)
     await until(lambda: each.orders("kept"))
     each.keeper.watch(False)
@@ -494,9 +484,8 @@ async def test_who_is_not_watched_is_left_alone(kept: Callable[..., Kept], monke
     assert (each.keeper.frames_out, each.news()) == (beats, ["kept"])
 
 
-async def test_orders_arrive_in_order(kept: Callable[..., Kept]) -> None:
-    each = kept("serve", SETTLE_S=60.0)
-    await each.start()
+async def test_orders_arrive_in_order(kept: Make) -> None:
+    each = await kept("serve", SETTLE_S=60.0).started()
     for number in range(15):
         each.keeper.order(wire.Drop(str(number)))
     await until(lambda: len(each.orders("kept")) == 15)
@@ -504,9 +493,8 @@ async def test_orders_arrive_in_order(kept: Callable[..., Kept]) -> None:
     assert each.keeper.frames_out == 15
 
 
-async def test_orders_that_do_not_fit_arrive_as_soon_as_they_do(kept: Callable[..., Kept]) -> None:
-    each = kept("serve", SETTLE_S=60.0)
-    await each.start()
+async def test_orders_that_do_not_fit_arrive_as_soon_as_they_do(kept: Make) -> None:
+    each = await kept("serve", SETTLE_S=60.0).started()
     os.kill(each.keeper.pid, signal.SIGSTOP)
     size = 1 << 18
     for number in range(4):
@@ -520,9 +508,8 @@ async def test_orders_that_do_not_fit_arrive_as_soon_as_they_do(kept: Callable[.
 # -- the end -------------------------------------------------------------------------------------------
 
 
-async def test_who_serves_is_told_to_end_and_who_stands_by_is_ended(kept: Callable[..., Kept]) -> None:
-    each = kept("serve", CLOSE_S=20.0)
-    await each.start()
+async def test_who_serves_is_told_to_end_and_who_stands_by_is_ended(kept: Make) -> None:
+    each = await kept("serve", CLOSE_S=20.0).started()
     await until(each.keeper.stands_by)
     pids = [each.keeper.pid, each.standing_by]
     each.keeper.order(wire.Drop("x"))
@@ -540,9 +527,8 @@ async def test_who_serves_is_told_to_end_and_who_stands_by_is_ended(kept: Callab
     assert each.keeper.is_serving
 
 
-async def test_who_does_not_end_in_time_is_killed(kept: Callable[..., Kept]) -> None:
-    each = kept("deaf", CLOSE_S=0.2)
-    await each.start()
+async def test_who_does_not_end_in_time_is_killed(kept: Make) -> None:
+    each = await kept("deaf", CLOSE_S=0.2).started()
     await until(each.keeper.stands_by)
     pids = [each.keeper.pid, each.standing_by]
     each.keeper.close()
@@ -552,11 +538,10 @@ async def test_who_does_not_end_in_time_is_killed(kept: Callable[..., Kept]) -> 
 
 @pytest.mark.parametrize("plan", ["deaf", "serve"])
 async def test_closing_raises_and_keeps_the_memory_while_the_child_that_served_lives(
-    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch, plan: str
+    kept: Make, monkeypatch: pytest.MonkeyPatch, plan: str
 ) -> None:
     """A process that is stuck in the kernel ends neither by an order nor by a signal."""
-    each = kept(plan, SETTLE_S=60.0, CLOSE_S=0.0, KILL_S=0.0)
-    await each.start()
+    each = await kept(plan, SETTLE_S=60.0, CLOSE_S=0.0, KILL_S=0.0).started()
     os.kill(each.keeper.pid, signal.SIGSTOP)
     with monkeypatch.context() as patch:
         patch.setattr(keeper._Process, "kill", lambda _: None)
@@ -573,10 +558,9 @@ async def test_closing_raises_and_keeps_the_memory_while_the_child_that_served_l
     assert (each.keeper.num_processes, each.keeper._shares) == (0, None)
 
 
-async def test_nothing_begins_after_the_end(kept: Callable[..., Kept]) -> None:
+async def test_nothing_begins_after_the_end(kept: Make) -> None:
     before = open_files()
-    each = kept("serve", SETTLE_S=0.05, deaths=0, DEATHS_S=0.2, BEAT_S=0.05)
-    await each.start()
+    each = await kept("serve", SETTLE_S=0.05, deaths=0, DEATHS_S=0.2, BEAT_S=0.05).started()
     each.keeper.watch(True)
     os.kill(each.keeper.pid, signal.SIGKILL)
     await until(lambda: len(each.news()) > 1)  # it is in the pause
@@ -595,7 +579,7 @@ SOMEBODY = (Memory(4096, 64),)
 KILLED = "the data plane's process was ended by SIGKILL"
 
 
-async def test_where_only_serving_has_a_process_reads_are_posted_here(kept: Callable[..., Kept]) -> None:
+async def test_where_only_serving_has_a_process_reads_are_posted_here(kept: Make) -> None:
     network = SimNetwork()
     reader = SimData(network, "reader")
     plane = ServingPlane(NixlConfig(), "kept", reader)
@@ -619,7 +603,7 @@ async def test_where_only_serving_has_a_process_reads_are_posted_here(kept: Call
 
 
 async def test_who_may_go_on_without_a_child_serves_by_its_own_agent_and_says_so(
-    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+    kept: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = kept("exit=3")
     for executable, cause in ((None, "exited with status 3"), ("/etc/hostname", "cannot be started")):
@@ -648,7 +632,7 @@ async def tried(each: Taster, *names: str) -> list[str]:
 
 
 async def test_a_peer_that_kills_what_tries_it_is_refused_and_no_other(
-    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+    kept: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = kept("serve")
     each, said = Taster(NixlConfig(), "tries", None), list[str]()
@@ -668,7 +652,7 @@ async def test_a_peer_that_kills_what_tries_it_is_refused_and_no_other(
     assert not made.lines("tries-4")
 
 
-async def test_a_process_that_ends_just_after_it_has_loaded_a_peer_was_ended_by_it(kept: Callable[..., Kept]) -> None:
+async def test_a_process_that_ends_just_after_it_has_loaded_a_peer_was_ended_by_it(kept: Make) -> None:
     kept("serve")
     child = taster._Child(NixlConfig(), "tries-1")
     await child.keeper.start(())
@@ -682,9 +666,7 @@ async def test_a_process_that_ends_just_after_it_has_loaded_a_peer_was_ended_by_
     assert await child.load(AgentInfo("good", b""), SOMEBODY) == "signal 11"
 
 
-async def test_another_process_tries_after_so_many_peers(
-    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_another_process_tries_after_so_many_peers(kept: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     made = kept("serve")
     monkeypatch.setattr(taster, "MAX_TRIED", 2)
     each = Taster(NixlConfig(), "tries", None)
@@ -694,7 +676,7 @@ async def test_another_process_tries_after_so_many_peers(
 
 
 async def test_hosts_take_turns_and_those_that_were_refused_come_last(
-    kept: Callable[..., Kept], monkeypatch: pytest.MonkeyPatch
+    kept: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that hangs what tries it costs seconds, and one request can name a hundred of its kind."""
     kept("serve")
@@ -716,7 +698,7 @@ async def test_hosts_take_turns_and_those_that_were_refused_come_last(
     await each.quiesce()
 
 
-async def test_a_try_that_is_cancelled_leaves_no_process_that_hangs_to_the_next(kept: Callable[..., Kept]) -> None:
+async def test_a_try_that_is_cancelled_leaves_no_process_that_hangs_to_the_next(kept: Make) -> None:
     made = kept("serve")
     each = Taster(NixlConfig(), "tries", None)
     first, second, third = (
@@ -734,7 +716,7 @@ async def test_a_try_that_is_cancelled_leaves_no_process_that_hangs_to_the_next(
     await each.quiesce()
 
 
-async def test_where_no_process_can_try_a_peer_is_refused_or_taken_with_a_warning(kept: Callable[..., Kept]) -> None:
+async def test_where_no_process_can_try_a_peer_is_refused_or_taken_with_a_warning(kept: Make) -> None:
     kept("exit=3")
     (said,) = await tried(Taster(NixlConfig(), "tries", None), "good")
     assert said == "the data plane's process exited with status 3"

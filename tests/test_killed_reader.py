@@ -10,7 +10,7 @@ import pytest
 
 from asynckv import LeaseConfig
 from asynckv.core.types import Address
-from tests.engines import Bench, turn_loop, until
+from tests.engines import Bench, pass_by, until
 from tests.lab.fleet import Fleet
 
 GRANT_S, LEASE_S = 2.0, 60.0
@@ -29,9 +29,7 @@ async def test_an_engine_whose_packets_cannot_be_sent_is_noticed() -> None:
         # Both ways: the reader says nothing any more, and its connection has ended.
         gone = {to: ports.pop(to) for to in (grant.ways[0], Address(prefill.engine.endpoint.address))}
         ended = asyncio.ensure_future(lease.wait_released())
-        for _ in range(int(10 * (GRANT_S + 2.0))):
-            bench.clock.advance(0.1)
-            await turn_loop(10)
+        await pass_by(bench, GRANT_S + 2.0)
         assert ended.done()
         assert ended.result().cause == "expired"
         ports.update(gone)

@@ -1034,10 +1034,8 @@ def test_a_rank_that_cannot_be_is_refused_by_either_ledger() -> None:
 
 @pytest.mark.parametrize("ends", ["received", "failed"])
 def test_nothing_is_told_of_a_request_that_was_cancelled_before_its_end_was_told(ends: str) -> None:
-    ledger = DecodeLedger(1)
-    first = ledger.announce("a", new_params())
-    ledger.pull("a", [(0, [5, 6])])
-    ledger.take_orders()
+    ledger = pulling(1)
+    first = ledger.get("a")
     ledger.update(
         0, Finished(finished_recving=[received("a")]) if ends == "received" else Finished(failed=[failed("a")])
     )
@@ -1051,10 +1049,8 @@ def test_nothing_is_told_of_a_request_that_was_cancelled_before_its_end_was_told
 
 
 def test_what_was_received_and_not_told_has_failed_if_a_rank_dies() -> None:
-    ledger = DecodeLedger(NUM_RANKS)
-    fetch = ledger.announce("a", new_params())
-    ledger.pull("a", [(0, [5, 6])])
-    ledger.take_orders()
+    ledger = pulling(NUM_RANKS)
+    fetch = ledger.get("a")
     for rank in range(NUM_RANKS):
         ledger.update(rank, Finished(finished_recving=[received("a")]))
     ledger.rank_died(1)

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
-import anyio
 import pytest
 
 from asynckv import (
@@ -26,19 +25,9 @@ from asynckv import (
     Registration,
 )
 from asynckv.config import PullConfig
-from tests.engines import Bench, Side, memory, until
+from tests.engines import Bench, Side, memory, pass_by, pass_until, passing, until
 
 QUICK = LeaseConfig(lease_s=4.0, grant_s=2.0)
-
-
-async def passing(bench: Bench, task: asyncio.Task[Any], step: float = 0.02) -> Any:
-    """Let time pass until a task is done."""
-    with anyio.fail_after(20):
-        while not task.done():
-            await asyncio.sleep(0)
-            if not bench.real:
-                bench.clock.advance(step)
-    return await task
 
 
 def running(side: Side) -> int:
@@ -64,9 +53,7 @@ async def test_a_failed_read_is_tried_again_within_the_deadline(sim: Bench, peer
     async with reading(sim, retries=2) as (prefill, decode, lent, task, _):
         decode.data.fail(next(iter(decode.data.running)), peer_lost=peer_lost)
         await until(lambda: not running(decode))
-        while not running(decode):
-            sim.clock.advance(0.02)
-            await asyncio.sleep(0)
+        await pass_until(sim, lambda: running(decode))
         assert not lent.is_over
         decode.data.finish()
         result = await passing(sim, task)
@@ -89,16 +76,12 @@ async def test_no_attempt_begins_while_an_earlier_one_may_still_write(sim: Bench
     async with reading(sim, retries=2, timeout_s=10.0) as (prefill, decode, _, task, _):
         first = next(iter(decode.data.running))
         decode.data.doubt(first)
-        for _ in range(50):
-            await asyncio.sleep(0)
-            sim.clock.advance(0.05)
+        await pass_by(sim, 2.5)
         assert list(decode.data.running) == [first]
         assert not task.done()
         # It lands late: into blocks that are still its own. Only then does the second begin.
         decode.data.finish(first)
-        while list(decode.data.running) in ([], [first]):
-            sim.clock.advance(0.02)
-            await asyncio.sleep(0)
+        await pass_until(sim, lambda: list(decode.data.running) not in ([], [first]))
         assert first not in decode.data.running
         decode.data.finish()
         assert (await passing(sim, task)).attempts == 2
@@ -123,9 +106,7 @@ async def test_blocks_that_stay_held_end_the_retries_with_the_deadline(sim: Benc
 async def test_each_attempt_has_the_time_that_is_left_of_its_request(sim: Bench) -> None:
     async with reading(sim, retries=1, timeout_s=3.0) as (_, decode, _, task, _):
         data, begun = decode.data, sim.clock.now()
-        while sim.clock.now() < begun + 2.0:
-            await asyncio.sleep(0)
-            sim.clock.advance(0.02)
+        await pass_by(sim, 2.0)
         data.fail(next(iter(data.running)))
         with pytest.raises(PullTimeout) as caught:
             await passing(sim, task)
@@ -137,10 +118,7 @@ async def test_each_attempt_has_the_time_that_is_left_of_its_request(sim: Bench)
 async def test_the_last_failure_discharges_the_reader(sim: Bench) -> None:
     async with reading(sim, retries=1) as (_, decode, lent, task, _):
         for _ in range(2):
-            await until(lambda: True)
-            while not running(decode):
-                sim.clock.advance(0.02)
-                await asyncio.sleep(0)
+            await pass_until(sim, lambda: running(decode))
             assert not lent.is_over
             decode.data.fail(next(iter(decode.data.running)))
         with pytest.raises(ReadFailed) as caught:
@@ -151,7 +129,6 @@ async def test_the_last_failure_discharges_the_reader(sim: Bench) -> None:
 
 async def test_cancelling_between_two_attempts_gives_up_and_discharges(sim: Bench) -> None:
     async with reading(sim, retries=3) as (_, decode, lent, task, params):
-        assert decode.data is not None
         assert decode.engine.observation.reading().retrying == 0, "no attempt has failed yet"
         decode.data.fail(next(iter(decode.data.running)))
         await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)
@@ -170,8 +147,7 @@ async def test_cancelling_between_two_attempts_gives_up_and_discharges(sim: Benc
 async def test_blocks_that_were_given_by_an_iterator_are_filled_by_a_second_attempt(sim: Bench) -> None:
     async with sim.pair(lease=QUICK) as (prefill, decode, group):
         decode.data.deferred = True
-        params = group.make_params("r", [(0, [1])], 16, written=True)
-        prefill.engine.lend(params)
+        params, _ = prefill.lent(group, "r", [1], written=True)
         task = asyncio.create_task(decode.engine.pull("d", iter([(0, [6])]), params, retries=1))  # type: ignore[arg-type]
         await until(lambda: running(decode))
         decode.data.deferred = False
@@ -218,9 +194,7 @@ async def test_what_no_retry_can_cure_is_told_at_once(sim: Bench) -> None:
 async def test_a_drain_completes_a_reader_in_the_middle_of_its_pull(sim: Bench) -> None:
     async with reading(sim) as (prefill, decode, lent, task, _):
         draining = asyncio.create_task(prefill.engine.drain(5.0))
-        for _ in range(20):
-            await asyncio.sleep(0)
-            sim.clock.advance(0.1)
+        await pass_by(sim, 2.0)
         assert not draining.done()
         decode.data.finish()
         await passing(sim, task)
@@ -508,9 +482,7 @@ async def test_the_data_plane_is_let_go_of_only_when_its_threads_have_come_out(
         try:
             await passing(sim, asyncio.create_task(asyncio.wait({asked, ending}, return_when=asyncio.FIRST_COMPLETED)))
             assert asked.done(), "nobody asked whether they have"
-            for _ in range(50):
-                sim.clock.advance(0.1)
-                await asyncio.sleep(0)
+            await pass_by(sim, 5.0)
             assert (closed, ending.done(), [each.done() for each in waiting]) == ([], False, [False, False])
         finally:
             out.set()
@@ -528,7 +500,7 @@ async def test_blocks_behind_closing_that_failed_are_given_up_in_time(
         with pytest.raises(BackendError, match="did not come out"):
             await passing(sim, asyncio.create_task(getattr(decode.engine, how)()))
         # Nobody closes again.
-        outcomes = await passing(sim, asyncio.gather(*waiting, return_exceptions=True), 0.5)  # type: ignore[arg-type]
+        outcomes = await passing(sim, asyncio.gather(*waiting, return_exceptions=True), 0.5)
         assert [type(outcome) for outcome in outcomes] == [BlocksRetired, BlocksRetired]
         await passing(sim, asyncio.create_task(decode.engine.aclose()))
         # With the agent ends what could write them.

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import io
-import json
 import os
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import structlog
 
 from asynckv import LeaseConfig, PullConfig, PullError, PullTimeout
 from asynckv.core.lease import MAX_REFUSALS
@@ -19,33 +15,8 @@ from asynckv.core.types import Cohort, Outcome, PullId, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Hello, Message, Release, blocks_digest, decode_packet, encode_packet
 from asynckv.edges.kernel import identity
 from asynckv.engine.lag import LoopLag
-from asynckv.observe.setup import configure_logging
-from tests.engines import Bench, Side, until
-
-
-class Lines:
-    """What was logged, as JSON lines."""
-
-    def __init__(self) -> None:
-        self.stream = io.StringIO()
-
-    def all(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.stream.getvalue().splitlines()]
-
-    def of(self, event: str, engine_id: str = "") -> list[dict[str, Any]]:
-        return [e for e in self.all() if e["event"] == event and engine_id in ("", e["engine_id"])]
-
-    def one(self, event: str, engine_id: str = "") -> dict[str, Any]:
-        (line,) = self.of(event, engine_id)
-        return line
-
-
-@pytest.fixture
-def logs() -> Iterator[Lines]:
-    lines = Lines()
-    configure_logging("info", stream=lines.stream)
-    yield lines
-    structlog.reset_defaults()
+from tests.documented import Lines
+from tests.engines import Bench, Side, pass_by, until
 
 
 def drops(*kinds: type[Message]) -> Any:
@@ -97,9 +68,9 @@ async def test_a_reader_is_met_once_per_start_of_its_process(sim: Bench, logs: L
             await decode.engine.pull(f"d{i}", [(0, [6])], params)
         met = logs.one("reader_met", "prefill")
         assert (met["reader"], met["reader_incarnation"]) == (name_of(decode), decode.engine.incarnation)
-        states = [e["state"] for e in logs.all() if e["event"] in ("peer_changed", "reader_met") and e.get("state")]
+        states = [e["state"] for e in logs if e["event"] in ("peer_changed", "reader_met") and e.get("state")]
         assert states[:2] == ["connecting", "loading"]
-    order = [(e["event"], e.get("state")) for e in logs.all()]
+    order = [(e["event"], e.get("state")) for e in logs]
     assert order.index(("peer_changed", "connecting")) < order.index(("reader_met", None))
     assert order.index(("reader_met", None)) < order.index(("peer_changed", "loading"))
 
@@ -159,9 +130,7 @@ async def test_a_release_under_another_id_is_seen_on_both_sides(sim: Bench, logs
         renamed = {**params, "request_id": "chatcmpl-2"}
         decode.engine.cancel("d", renamed)
         await until(lambda: logs.of("release_refused"))
-        for _ in range(4):  # 10, 20, 30
-            sim.clock.advance(8)
-            await asyncio.sleep(0)
+        await pass_by(sim, 32.0, 8.0)  # 10, 20, 30
         await lent.wait_released()
     said = logs.one("release_refused", "decode")
     assert (said["request_id"], said["prefill_request_id"], said["sequence"]) == ("d", "chatcmpl-2", 0)
@@ -179,9 +148,7 @@ async def test_a_release_that_is_never_acknowledged_is_a_warning(sim: Bench, log
         params, lent = prefill.lent(group, "r", [1], written=True)
         sim.network.fate = drops(Release)
         await decode.engine.pull("d", [(0, [6])], params)
-        for _ in range(310):
-            sim.clock.advance(0.1)
-            await asyncio.sleep(0)
+        await pass_by(sim, 31.0)
         await lent.wait_released()
         await until(lambda: logs.of("release_unanswered"))
     said, pulled = logs.one("release_unanswered", "decode"), logs.one("pull_ended")
@@ -208,13 +175,12 @@ async def test_an_engine_that_closes_names_its_unacknowledged_releases(sim: Benc
 
 async def test_a_pull_that_fails_says_what_it_waited_for(sim: Bench, logs: Lines) -> None:
     async with sim.pair(pull=PullConfig(total_requests=1, window_requests=1)) as (prefill, decode, group):
-        assert decode.data is not None
         decode.data.deferred = True
         tasks = []
         for i, written in enumerate((True, True)):
             params, _ = prefill.lent(group, f"r{i}", [i], written=written)
             tasks.append(asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [i])], params, timeout_s=6.0)))
-            await until(lambda: decode.data and decode.data.running)
+            await until(lambda: decode.data.running)
         await until(lambda: not decode.engine.statistics().gauges["pulls_unanswered"])
         params = group.make_params("r2", [(0, [2])], 16)
         tasks.append(asyncio.create_task(decode.engine.pull("d2", [(0, [2])], params, timeout_s=6.0)))

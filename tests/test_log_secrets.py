@@ -8,12 +8,11 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from asynckv import KeysConfig, LeaseConfig, LogConfig, PrefillRanks, PullConfig, PullError
 from asynckv.core.types import Cohort, Outcome, PullId, ReplyTo, decode_params
@@ -21,7 +20,7 @@ from asynckv.core.wire import Claim, Release, encode_packet
 from asynckv.edges.control.zmq import make_pair
 from asynckv.keys import encode_z85, read_pair, write_pair
 from asynckv.observe.setup import configure_logging
-from tests.engines import Bench, Side, until
+from tests.engines import Bench, Side, pass_by, until
 from tests.lab.logs import Logs
 from tests.lab.simulation import simulate
 from tests.test_log_evidence import drops
@@ -59,9 +58,8 @@ class Heard:
 
 
 @pytest.fixture
-def heard(tmp_path: Path) -> Iterator[Heard]:
-    yield Heard(tmp_path)
-    structlog.reset_defaults()
+def heard(tmp_path: Path) -> Heard:
+    return Heard(tmp_path)
 
 
 def spellings(secret: bytes) -> set[str]:
@@ -92,11 +90,6 @@ async def test_no_token_is_in_logs_or_errors_whatever_fails(sim: Bench, heard: H
 
         def made(name: str, block: int, **more: Any) -> dict[str, Any]:
             return dict(group.make_params(name, [(0, [block])], 16, **more))
-
-        async def pass_by(seconds: float) -> None:
-            for _ in range(round(seconds / 0.25)):
-                sim.clock.advance(0.25)
-                await asyncio.sleep(0)
 
         good = made("good", 0, written=True)
         lent = lend(good)
@@ -135,19 +128,18 @@ async def test_no_token_is_in_logs_or_errors_whatever_fails(sim: Bench, heard: H
         lend(lost)
         sim.network.fate = drops(Release)
         await pull("lost", [(0, [9])], lost)
-        await pass_by(4)
+        await pass_by(sim, 4, 0.25)
         sim.network.fate = lambda sender, to, packet: "deliver"
-        assert decode.data is not None
         decode.data.deferred = True
         reading = made("reading", 8, written=True)
         lend(reading)
         task = asyncio.create_task(pull("reading", [(0, [8])], reading, timeout_s=20.0))
-        await until(lambda: decode.data and decode.data.running)
+        await until(lambda: decode.data.running)
         sim.network.fate = lambda sender, to, packet: "drop"
-        await pass_by(25)
+        await pass_by(sim, 25, 0.25)
         await heard.failing(task)
         decode.data.finish()
-        await pass_by(20)
+        await pass_by(sim, 20, 0.25)
         heard.errors += [repr(x) for side in (prefill, decode) for x in (side.engine.holds(), side.engine.requests())]
         sim.network.fate = lambda sender, to, packet: "deliver"
     text = heard.text
@@ -243,4 +235,3 @@ async def test_what_comes_from_outside_cannot_forge_a_line(
     assert any("forged" in line for line in lines)
     for line in lines:
         assert line.isprintable(), line
-    structlog.reset_defaults()

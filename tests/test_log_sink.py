@@ -146,7 +146,6 @@ async def test_the_version_is_that_of_the_code_which_runs(
 
 async def test_a_start_that_fails_leaves_no_thread(sim: Bench, tmp_path: Path) -> None:
     side = sim.side("prefill", 1, log=LogConfig(file=tmp_path / "x.jsonl"))
-    assert side.data is not None
     side.data.start = None  # type: ignore[method-assign,assignment]
     with pytest.raises(TypeError):
         await side.engine.start()

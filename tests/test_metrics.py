@@ -365,8 +365,7 @@ async def test_a_bug_in_here_spoils_nothing_else_that_is_shown(
 @pytest.mark.nixl
 @pytest.mark.slow
 async def test_a_scrape_from_another_thread_reads_what_is_true_there() -> None:
-    bench = Bench(True)
-    async with bench.pair() as (prefill, decode, group):
+    async with Bench(True).pair() as (prefill, decode, group):
         metrics = Metrics(prefill.engine, decode.engine, wait_s=5.0)
         registry = registered(metrics)
         counts: list[float] = []

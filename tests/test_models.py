@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ from asynckv.tools.plan.models import (
     read_hf_config,
 )
 from scripts import disagg_generate
+from tests.commands import python
 
 LLAMA = {
     "num_hidden_layers": 32,
@@ -628,8 +628,7 @@ def test_a_model_of_states_and_windows_has_nothing_to_share(dcp: int) -> None:
 
 
 def disagg(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "scripts.disagg_generate", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    return python("-m", "scripts.disagg_generate", *argv, timeout_s=250)
 
 
 @pytest.mark.nixl
@@ -728,7 +727,7 @@ def test_without_transformers_it_says_how_to_install_it() -> None:
         "import sys; sys.modules['transformers'] = None; sys.argv = ['disagg_generate', 'llama']\n"
         "from scripts import disagg_generate; sys.exit(disagg_generate.main())"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = python("-c", code)
     assert done.returncode == 2
     assert "transformers is not installed; run: pip install 'transformers==5.23.0'" in done.stderr
 

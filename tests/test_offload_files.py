@@ -6,37 +6,26 @@ import dataclasses
 import errno
 import os
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import structlog
 
 from asynckv.edges.files.index import INDEX
 from asynckv.edges.files.leftovers import rank_folder
 from asynckv.edges.files.store import OWNER, segment_path
 from asynckv.edges.files.tier import FileTier
 from asynckv.geometry.packed import record_form
-from asynckv.observe.setup import configure_logging
 from asynckv.tiers.rank import _left_by_others
+from tests.documented import Lines
 from tests.engines import until
 from tests.lab.plain_files import plain
 from tests.lab.tiers import SimDisk
 from tests.offloads import RECORD, SIZE, Rank, chain, layout_of
-from tests.test_log_evidence import Lines
 
 COUNT = 8
-
-
-@pytest.fixture
-def logs() -> Iterator[Lines]:
-    lines = Lines()
-    configure_logging("info", stream=lines.stream)
-    yield lines
-    structlog.reset_defaults()
 
 
 def rank_on(folder: Path, *, model: str = "toy") -> Rank:

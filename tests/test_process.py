@@ -44,7 +44,7 @@ from asynckv.geometry.layout import Memory
 from asynckv.layout import register_memory
 from asynckv.ports import AgentLost, AgentReplaced
 from asynckv.testing import SimData, SimNetwork
-from tests.engines import Bench, Side, reading, until
+from tests.engines import Bench, Side, pass_until, passing, reading, until
 from tests.world import make_layout
 
 # -- the core, simulated -----------------------------------------------------------------------------
@@ -53,15 +53,6 @@ from tests.world import make_layout
 def held(side: Side) -> list[str]:
     side.engine.check_integrity()
     return [hold.request_id for hold in side.engine.holds()]
-
-
-async def passing(sim: Bench, task: asyncio.Task[Any]) -> Any:
-    """Let time pass until a task is done."""
-    with anyio.fail_after(20):
-        while not task.done():
-            await asyncio.sleep(0)
-            sim.clock.advance(0.02)
-    return await task
 
 
 def proc(pid: int, name: str) -> str:
@@ -107,9 +98,7 @@ async def test_the_owners_agent_dies_and_its_readers_meet_the_same_start_by_anot
         before, epoch = prefill.engine.endpoint, prefill.engine.memory_epoch
         prefill.data.lose_agent()
         # It greets nobody while it has no agent: to load what is dead would be in vain. It says so when it has one.
-        while hellos(decode) < 2:
-            sim.clock.advance(0.02)
-            await asyncio.sleep(0)
+        await pass_until(sim, lambda: hellos(decode) >= 2)
         assert not lent.is_over
         prefill.data.replace_agent()
         await until(lambda: data.running)

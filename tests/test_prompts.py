@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
@@ -21,7 +18,6 @@ from asynckv.embed.orders import CountPrompts
 from asynckv.engine import Engine
 from asynckv.integrations.vllm.options import WORDS
 from asynckv.observe.metrics import Metrics
-from asynckv.observe.setup import configure_logging
 from asynckv.told import PromptsCounted
 from asynckv.tools.cli import app
 from asynckv.tools.diagnose.ask import Answer
@@ -33,24 +29,16 @@ from asynckv.tools.diagnose.leaks_live import records_of
 from asynckv.tools.diagnose.presence import Presence
 from asynckv.tools.diagnose.records import Logs, Record
 from asynckv.tools.diagnose.timeline_model import ground
-from tests.engines import Bench, turn_loop, until
+from tests.documented import Lines
+from tests.engines import Bench, pass_by, until
 from tests.test_findings import START, say, screen, well
 
 NONE = PromptsCounted(without_params=200, in_a_row=200, in_a_row_s=12.0)
 
 
-@pytest.fixture
-def stream() -> Iterator[io.StringIO]:
-    lines = io.StringIO()
-    configure_logging("info", stream=lines)
-    yield lines
-    structlog.reset_defaults()
-
-
-def said(stream: io.StringIO) -> list[dict[str, Any]]:
+def said(logs: Lines) -> list[dict[str, Any]]:
     names = ("level", "with_params", "without_params", "computed_locally", "in_a_row")
-    lines = (x for x in map(json.loads, stream.getvalue().splitlines()) if x["event"] == "prompts_counted")
-    return [{name: x[name] for name in names if name in x} for x in lines]
+    return [{name: x[name] for name in names if name in x} for x in logs.of("prompts_counted")]
 
 
 async def count(engine: Engine, counted: PromptsCounted) -> None:
@@ -58,46 +46,36 @@ async def count(engine: Engine, counted: PromptsCounted) -> None:
     await until(lambda: engine._driver.recorder.prompts is counted)
 
 
-async def pass_by(sim: Bench, seconds: float) -> None:
-    for _ in range(round(seconds / 0.25)):
-        sim.clock.advance(0.25)
-        await turn_loop(6)
-
-
-async def test_counts_are_logged_soon_then_seldom_and_the_last_ones_in_any_case(
-    sim: Bench, stream: io.StringIO
-) -> None:
+async def test_counts_are_logged_soon_then_seldom_and_the_last_ones_in_any_case(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (_, decode, _):
         for i in range(1, 21):
             await count(decode.engine, PromptsCounted(with_params=i))
             await pass_by(sim, 5.0)
         await pass_by(sim, 60.0)
-        lines = said(stream)
+        lines = said(logs)
         assert lines[0]["with_params"] == 1
         assert lines[-1]["with_params"] == 20  # within a minute, although nothing followed
         assert len(lines) == 8  # after 1, 2, 4, 8 s and so on
         await pass_by(sim, 200.0)
-        assert said(stream) == lines
+        assert said(logs) == lines
         await count(decode.engine, PromptsCounted(with_params=21))
         await pass_by(sim, 3.0)
         await count(decode.engine, PromptsCounted(with_params=22))
-    assert [x["with_params"] for x in said(stream)[-2:]] == [21, 22]
-    assert {x["level"] for x in said(stream)} == {"info"}
+    assert [x["with_params"] for x in said(logs)[-2:]] == [21, 22]
+    assert {x["level"] for x in said(logs)} == {"info"}
 
 
-async def test_the_first_of_a_cause_and_a_long_row_are_logged_at_once_as_warnings(
-    sim: Bench, stream: io.StringIO
-) -> None:
+async def test_the_first_of_a_cause_and_a_long_row_are_logged_at_once_as_warnings(sim: Bench, logs: Lines) -> None:
     async with sim.pair() as (_, decode, _):
         for computed in ({"spent": 1}, {"spent": 2}, {"spent": 2, "no_params": 1}, {"spent": 2, "no_params": 9}):
             await count(decode.engine, PromptsCounted(with_params=9, computed_locally=computed))
-        assert [(x["level"], x["computed_locally"]) for x in said(stream)] == [
+        assert [(x["level"], x["computed_locally"]) for x in said(logs)] == [
             ("warning", {"spent": 1}),
             ("warning", {"spent": 2, "no_params": 1}),
         ]
         for row in (49, 50, 51):
             await count(decode.engine, PromptsCounted(without_params=row, in_a_row=row, in_a_row_s=30.0))
-        assert [(x["level"], x["in_a_row"]) for x in said(stream)[2:]] == [("warning", 50)]
+        assert [(x["level"], x["in_a_row"]) for x in said(logs)[2:]] == [("warning", 50)]
 
 
 async def test_metrics_show_the_counts(sim: Bench) -> None:
@@ -215,9 +193,7 @@ async def asked(engine: Engine) -> Answer:
     return Answer(address="/run/d.sock", gauges=heard[0].gauges, account=decode_account(heard[0].account))
 
 
-async def test_a_running_engine_is_judged_by_the_same_rules_as_its_log(
-    sim: Bench, stream: io.StringIO, tmp_path: Path
-) -> None:
+async def test_a_running_engine_is_judged_by_the_same_rules_as_its_log(sim: Bench, logs: Lines, tmp_path: Path) -> None:
     async with sim.pair() as (_, decode, _):
         records = list(records_of([await asked(decode.engine)], 1e9))
         assert "prompts_counted" not in {x.event for x in records}
@@ -227,7 +203,7 @@ async def test_a_running_engine_is_judged_by_the_same_rules_as_its_log(
         presence = Presence(Axis(join(records)))
         live = find(Seen(Logs(records), presence, ground(presence), (), answers=[answer]))
     log, out = tmp_path / "log.jsonl", tmp_path / "out.json"
-    log.write_text(stream.getvalue())
+    log.write_text(logs.stream.getvalue())
     ended = CliRunner().invoke(app, ["why", str(log), "--json", str(out)])
     assert ended.exit_code == 1, ended.output
     logged = json.loads(out.read_text())["findings"]

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 
 import pytest
-import structlog
 from msgspec import structs
 
 from asynckv.account.waits import waits
@@ -96,12 +94,11 @@ def test_a_pull_that_waits_and_then_reads_nothing_repeats_its_release_in_time() 
 
 
 @pytest.fixture
-def debugged() -> Iterator[io.StringIO]:
+def debugged() -> io.StringIO:
     """Everything that is logged."""
     stream = io.StringIO()
     configure_logging("debug", stream=stream)
-    yield stream
-    structlog.reset_defaults()
+    return stream
 
 
 async def test_at_debug_every_step_of_a_pull_and_of_its_lease_is_logged_once_and_in_order(

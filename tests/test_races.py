@@ -28,17 +28,10 @@ from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.types import Reason, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Goodbye, Release, decode_packet, encode_packet
 from asynckv.geometry.plan import Plan
-from tests.engines import Bench, Side, turn_loop, until
+from tests.engines import Bench, Side, pass_by, passing, turn_loop, until
 from tests.test_admission import ask, world_of
-from tests.test_lifecycle import QUICK, passing, reading, running
+from tests.test_lifecycle import QUICK, reading, running
 from tests.world import begin, reason
-
-
-async def spin(sim: Bench, seconds: float, step: float = 0.05) -> None:
-    """Let time pass, with some turns of the loop for each bit."""
-    for _ in range(int(seconds / step)):
-        await turn_loop(4)
-        sim.clock.advance(step)
 
 
 def fail(side: Side) -> None:
@@ -48,7 +41,7 @@ def fail(side: Side) -> None:
 async def test_a_drain_names_what_waits_for_another_attempt(sim: Bench) -> None:
     async with reading(sim, retries=3, timeout_s=30.0) as (_, decode, _, task, _):
         fail(decode)
-        await spin(sim, 0.05)  # half of the pause
+        await pass_by(sim, 0.05)  # half of the pause
         left = await passing(sim, asyncio.create_task(decode.engine.drain(0.0)))
         (straggler,) = [hold for hold in left if hold.reason == "retrying"]
         assert (straggler.request_id, straggler.blocks) == ("d", {0: (6,)})
@@ -60,9 +53,9 @@ async def test_a_drain_names_what_waits_for_another_attempt(sim: Bench) -> None:
 async def test_closing_ends_the_drain_of_a_suspension(sim: Bench) -> None:
     async with reading(sim, timeout_s=3000.0) as (_, decode, _, task, _):
         suspending = asyncio.create_task(decode.engine.suspend(3600.0))
-        await spin(sim, 0.5)
+        await pass_by(sim, 0.5)
         closing = asyncio.create_task(decode.engine.aclose())
-        await spin(sim, 15.0)
+        await pass_by(sim, 15.0)
         assert (closing.done(), suspending.done()) == (True, True)
         with pytest.raises(PullCancelled):
             await task
@@ -71,11 +64,11 @@ async def test_closing_ends_the_drain_of_a_suspension(sim: Bench) -> None:
 async def test_closing_ends_a_drain(sim: Bench) -> None:
     async with reading(sim, timeout_s=3000.0) as (_, decode, _, task, _):
         decode.data.doubt(next(iter(decode.data.running)))
-        await spin(sim, 6.0)
+        await pass_by(sim, 6.0)
         draining = asyncio.create_task(decode.engine.drain(3600.0))
-        await spin(sim, 0.5)
+        await pass_by(sim, 0.5)
         await passing(sim, asyncio.create_task(decode.engine.aclose()))
-        await spin(sim, 0.5)
+        await pass_by(sim, 0.5)
         assert draining.done()
         with pytest.raises(ReadFailed):
             await task
@@ -88,7 +81,7 @@ async def test_cancelling_between_attempts_discharges_whatever_is_last_said(sim:
         assert decode.engine.cancel("d")
         with pytest.raises(PullCancelled):
             await passing(sim, task)
-        await spin(sim, 0.5)
+        await pass_by(sim, 0.5)
         assert lent.is_over
 
 
@@ -169,7 +162,7 @@ async def test_a_release_goes_in_one_packet_with_what_its_caller_asks_for_next(s
         for number in range(3):
             params, _ = prefill.lent(group, f"r{number}", [number], written=True)
             await decode.engine.pull(f"d{number}", [(0, [6])], params)
-        await spin(sim, 0.2)
+        await pass_by(sim, 0.2)
         assert [said for _, _, said in heard] == [["Claim"], ["Release", "Claim"], ["Release", "Claim"], ["Release"]]
 
 
@@ -183,7 +176,7 @@ async def test_a_closing_engine_says_goodbye_to_all_its_readers_once_it_has_kept
             await second.engine.pull("d2", [(0, [6])], params)
             heard = overheard(sim, Goodbye)
             closing = asyncio.create_task(prefill.engine.aclose())
-            await spin(sim, 0.3)
+            await pass_by(sim, 0.3)
             assert (heard, lent.is_over) == ([], False)
             decode.data.finish()
             await passing(sim, task)
@@ -206,7 +199,7 @@ async def test_a_reader_that_closes_says_goodbye_too_and_a_stranger_is_not_count
         assert prefill.engine.statistics().counters.get("readers.left", 0) == 0
         heard = overheard(sim, Goodbye)
         await passing(sim, asyncio.create_task(decode.engine.aclose()))
-        await spin(sim, 0.1)
+        await pass_by(sim, 0.1)
         assert [(to, said) for _, to, said in heard] == [(prefill.engine.endpoint.address, ["Goodbye"])]
         assert prefill.engine.statistics().counters["readers.left"] == 1
 
@@ -341,7 +334,7 @@ async def test_a_bug_while_a_pull_is_planned_fails_it_at_once_and_leaves_nothing
             with pytest.raises(PlanRefused, match="a bug"):
                 await decode.engine.pull("d", [(0, [6])], params)
         assert (decode.engine.holds(), decode.engine.statistics().counters["internal_errors"]) == ((), 1)
-        await spin(sim, 0.5)
+        await pass_by(sim, 0.5)
         assert (running(decode), lent.is_over) == (0, True)
 
 
@@ -404,7 +397,7 @@ async def test_pauses_between_attempts_grow(sim: Bench) -> None:
             begun = sim.clock.now()
             await until(lambda: not running(decode))
             while not running(decode):
-                await spin(sim, 0.01, 0.01)
+                await pass_by(sim, 0.01, 0.01)
             pauses.append(sim.clock.now() - begun)
         assert [round(p, 1) for p in pauses] == [0.1, 0.2, 0.4, 0.8]
         decode.data.finish()
@@ -416,7 +409,7 @@ async def test_a_drain_waits_for_another_attempt(sim: Bench) -> None:
         fail(decode)
         draining = asyncio.create_task(decode.engine.drain(10.0))
         while not running(decode):
-            await spin(sim, 0.05)
+            await pass_by(sim, 0.05)
         assert not draining.done()
         decode.data.finish()
         await passing(sim, task)

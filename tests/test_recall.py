@@ -32,9 +32,8 @@ from asynckv.core.types import Cohort, KVTransferParams, Reason
 from asynckv.core.wire import Claim, Granted, Packed, Refused, Renew
 from asynckv.embed import PrefillLedger
 from asynckv.geometry.bounds import BlockRuns
-from tests.engines import BLOCKS, Bench, Side, until
+from tests.engines import BLOCKS, Bench, Side, passing, until
 from tests.offloads import SIZE, chain, layout_of, offloading
-from tests.test_lifecycle import passing
 from tests.test_packed_copies import Owner, Pair
 from tests.test_proof import Reading
 from tests.world import Rank, World, make_layout, opened, ranks_of

@@ -22,6 +22,7 @@ from asynckv.geometry import strides
 from asynckv.geometry.look import NUM_PLACES
 from asynckv.geometry.staging import ReadCosts
 from tests import test_packed_copies
+from tests.documented import Lines
 from tests.engines import Bench, until
 from tests.test_packed_copies import Pair
 from tests.test_proof import Reading
@@ -480,7 +481,7 @@ def test_a_read_of_a_packed_copy_is_compared_with_the_blocks_and_not_with_the_co
 # -- what people hear of it --------------------------------------------------------------------------------------
 
 
-async def test_a_difference_is_raised_and_logged_once_per_peer(sim: Bench, events: list[dict[str, Any]]) -> None:
+async def test_a_difference_is_raised_and_logged_once_per_peer(sim: Bench, logs: Lines) -> None:
     async with sim.pair(pull=settings()) as (prefill, decode, group):
         decode.data.deferred = True
         for number in range(2):
@@ -499,11 +500,11 @@ async def test_a_difference_is_raised_and_logged_once_per_peer(sim: Bench, event
         counters = decode.engine.statistics().counters
     assert counters["pulls.differs"] == 2
     assert counters["bytes.looked_at"] > 0
-    (told,) = [event for event in events if event["event"] == "bytes_differ"]
+    (told,) = logs.of("bytes_differ")
     assert (told["level"], told["request_id"]) == ("error", "d0")
     assert (told["layer"], told["part"], told["first_token"], told["num_tokens"]) == ("layers.0", "k", 0, 10)
     assert bytes.fromhex(told["read"]) == bytes(each ^ 1 for each in bytes.fromhex(told["seen"]))
-    ended = [event for event in events if event["event"] == "pull_ended" and "request_id" in event]
+    ended = [event for event in logs.of("pull_ended") if "request_id" in event]
     assert [event["cause"] for event in ended] == ["differs", "differs"]
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 from typer.testing import CliRunner
 
 from asynckv import BytesDiffer, LeaseLost, PullConfig
@@ -44,11 +42,10 @@ class Logs:
 
 
 @pytest.fixture
-def logs(tmp_path: Path) -> Iterator[Logs]:
+def logs(tmp_path: Path) -> Logs:
     found = Logs(tmp_path)
     configure_logging("info", stream=found.stream)
-    yield found
-    structlog.reset_defaults()
+    return found
 
 
 async def land(decode: Side, task: asyncio.Task[Any], kind: type[Exception]) -> None:
