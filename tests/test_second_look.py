@@ -25,7 +25,7 @@ from tests.documented import Lines
 from tests.engines import Bench, until
 from tests.test_packed_copies import Pair
 from tests.test_proof import Reading
-from tests.world import BLOCK, Letter, Rank, World, begin, make_layout, ranks_of
+from tests.world import BLOCK, Letter, Rank, World, make_layout, ranks_of
 
 ALL: Literal["all"] = "all"
 
@@ -443,8 +443,7 @@ def test_a_quarter_of_the_pulls_looks_twice() -> None:
 def test_a_full_prefix_hit_has_nothing_to_look_at() -> None:
     world, prefill, decode = make()
     params, _ = world.lent(prefill, "r", [3], written=True)
-    pull = begin(decode.core, PullRequest("d", [(4, [])], params), 30.0, world.time(decode))
-    world.settle(decode)
+    pull = world.pull(decode, "d", [], params, first=4)
     world.run()
     assert (pull.reason, decode.looks) == (Reason.COMPLETE, [])
 

@@ -334,8 +334,10 @@ class World(Fabric):
         *,
         first: int = 0,
         timeout: float = 30,
+        cohort_id: str = "",
     ) -> Pull:
-        pull = begin(rank.core, PullRequest(request_id, [(first, blocks)], params), timeout, self.time(rank))
+        wanted = PullRequest(request_id, [(first, blocks)], params, cohort_id)
+        pull = begin(rank.core, wanted, timeout, self.time(rank))
         self.settle(rank)
         return pull
 
