@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import anyio
 import msgspec
@@ -136,7 +136,11 @@ async def turn_loop(times: int) -> None:
         await asyncio.sleep(0)
 
 
-async def pass_until(bench: Bench, condition: Callable[[], object], step: float = 0.02) -> None:
+class Timed(Protocol):
+    clock: ManualClock
+
+
+async def pass_until(bench: Timed, condition: Callable[[], object], step: float = 0.02) -> None:
     """Let time pass until something holds."""
     with anyio.fail_after(20):
         while not condition():
@@ -144,13 +148,13 @@ async def pass_until(bench: Bench, condition: Callable[[], object], step: float 
             await asyncio.sleep(0)
 
 
-async def passing(bench: Bench, task: asyncio.Future[T], step: float = 0.02) -> T:
+async def passing(bench: Timed, task: asyncio.Future[T], step: float = 0.02) -> T:
     """Let time pass until a task is done."""
     await pass_until(bench, task.done, step)
     return await task
 
 
-async def pass_by(bench: Bench, seconds: float, step: float = 0.05) -> None:
+async def pass_by(bench: Timed, seconds: float, step: float = 0.05) -> None:
     """Let time pass, with some turns of the loop for each bit."""
     for _ in range(round(seconds / step)):
         await turn_loop(4)

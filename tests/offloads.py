@@ -19,7 +19,7 @@ from asynckv.layout import register_memory
 from asynckv.offload import Offload, OffloadConfig
 from asynckv.testing import ManualClock, SimControl, SimData, SimNetwork
 from asynckv.tiers.shelf import Shelf
-from tests.engines import until
+from tests.engines import passing, until
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies, SimDisk, SimRecords
 from tests.world import make_layout
@@ -174,11 +174,7 @@ class Rank:
             if not self.offload._mover.cause:
                 check_offload(self.offload)
                 self.engine.check_integrity()
-            closing = asyncio.create_task(self.engine.aclose())
-            while not closing.done():
-                await asyncio.sleep(0)
-                self.clock.advance(0.01)
-            await closing
+            await passing(self, asyncio.create_task(self.engine.aclose()))
             assert not self.engine.holds()
 
 

@@ -147,13 +147,20 @@ async def check_reads(reader: Side, name: str, theirs: Sequence[Bytes]) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(reader.arrays, want, strict=True))
 
 
-@pytest.fixture
-async def linked(sides: list[Side]) -> tuple[Side, Side]:
-    reader, owner = Side("reader", 1), Side("owner", 2)
+ALL_BULK = NixlConfig(posting_threads=1, bulk_bytes=1)
+
+
+async def link(sides: list[Side], config: NixlConfig = ALL_BULK) -> tuple[Side, Side]:
+    reader, owner = Side("reader", 1, config), Side("owner", 2)
     sides += [reader, owner]
     owner.plane.watch(True)
     await reader.plane.add_remote_agent(owner.agent, owner.memories)
     return reader, owner
+
+
+@pytest.fixture
+async def linked(sides: list[Side]) -> tuple[Side, Side]:
+    return await link(sides, NixlConfig(posting_threads=0))
 
 
 async def test_strided_tables_read_what_they_name_and_nothing_else(linked: tuple[Side, Side]) -> None:
@@ -393,11 +400,7 @@ async def test_a_connection_that_broke_is_made_anew_though_a_transfer_over_it_is
     sides: list[Side], posting_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is met again is read again: what may never end must not keep a process that lives from ever being read."""
-    config = NixlConfig(posting_threads=posting_threads, bulk_bytes=1)
-    reader, owner = Side("reader", 1, config), Side("owner", 2)
-    sides += [reader, owner]
-    owner.plane.watch(True)
-    await reader.plane.add_remote_agent(owner.agent, owner.memories)
+    reader, owner = await link(sides, NixlConfig(posting_threads=posting_threads, bulk_bytes=1))
     agent = reader.plane._posters[0].agent if posting_threads else reader.plane._agent
     assert agent is not None
     raw, handles = agent._raw, list[int]()
@@ -437,10 +440,7 @@ async def test_a_connection_that_broke_is_made_anew_though_a_transfer_over_it_is
 
 async def test_an_old_doubt_says_nothing_of_the_connection_that_was_made_since(sides: list[Side]) -> None:
     """NIXL may say later on that the old connection has broken: the new one is read over all the same."""
-    reader, owner = Side("reader", 1, NixlConfig(posting_threads=0, bulk_bytes=1)), Side("owner", 2)
-    sides += [reader, owner]
-    owner.plane.watch(True)
-    await reader.plane.add_remote_agent(owner.agent, owner.memories)
+    reader, owner = await link(sides, NixlConfig(posting_threads=0, bulk_bytes=1))
     agent = reader.plane._agent
     assert agent is not None
     raw, handles = agent._raw, list[int]()

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import anyio
 import msgspec
 import pytest
 from typer.testing import CliRunner
@@ -44,7 +43,8 @@ from asynckv.offload import Offload, OffloadConfig
 from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
 from asynckv.tools.cli import app
-from tests.engines import news_of, turn_loop, until
+from tests.documented import Lines
+from tests.engines import news_of, passing, turn_loop, until
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies, SimDisk
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, offloading
@@ -107,11 +107,9 @@ async def test_what_precedes_a_block_that_is_gone_is_loaded() -> None:
         assert (counters["load.done"], counters["load.missing"], counters["tokens.missed"]) == (1, 1, 64)
 
 
-async def test_what_precedes_a_rotten_record_is_loaded(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
+async def test_what_precedes_a_rotten_record_is_loaded(logs: Lines) -> None:
     disk = SimDisk(64 * RECORD)
-    rank = Rank(layout_of(), disk=disk, policy="lru", engine={"log": LogConfig(file=str(log))})
-    async with rank.running() as offload:
+    async with offloading(layout_of(), disk=disk, policy="lru") as (rank, offload):
         before = rank.block(*range(10))
         await store_in_files(rank, offload, "p", list(range(10)))
         disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith((b"p-5", b"p-7")))
@@ -120,7 +118,7 @@ async def test_what_precedes_a_rotten_record_is_loaded(tmp_path: Path) -> None:
         assert (loaded.num_tokens, loaded.num_blocks) == (80, 5)
         assert rank.block(*range(10, 15)) == before[: 5 * RECORD]
         assert offload.lookup(chain("p", 10)).tokens == 80
-    [failed] = [each for each in map(json.loads, log.read_text().splitlines()) if each["event"] == "offload_failed"]
+    failed = logs.one("offload_failed")
     assert (failed["cause"], failed["what"], failed["request_id"]) == ("failed", "load", "b")
 
 
@@ -680,11 +678,10 @@ async def test_what_a_disk_has_that_takes_no_more_is_read_on() -> None:
         assert (found.tokens, found.ready_tokens) == (64, 0)
 
 
-async def test_a_closing_offload_writes_to_files_what_is_in_memory_alone(tmp_path: Path) -> None:
-    log = tmp_path / "log"
+async def test_a_closing_offload_writes_to_files_what_is_in_memory_alone(logs: Lines) -> None:
     disk = SimDisk(64 * RECORD)
-    for seconds, blocks in ((0.0, 0), (5.0, 2)):
-        async with offloading(layout_of(), disk=disk, engine={"log": LogConfig(file=str(log))}) as (rank, offload):
+    for seconds in (0.0, 5.0):
+        async with offloading(layout_of(), disk=disk) as (rank, offload):
             rank.records.deferred = True
             await offload.store("a", [(0, [1, 2])], chain("p", 2))
             assert offload.statistics().gauges["to_write_back"] == 0 < len(offload._mover.posted)
@@ -695,11 +692,7 @@ async def test_a_closing_offload_writes_to_files_what_is_in_memory_alone(tmp_pat
             if seconds:
                 rank.records.finish()
             await closing
-        [stopped] = [
-            each for each in map(json.loads, log.read_text().splitlines()) if each["event"] == "offload_stopped"
-        ]
-        assert (stopped["written_back"], stopped["lost"]) == (blocks, 2 - blocks)
-        log.unlink()
+    assert [(each["written_back"], each["lost"]) for each in logs.of("offload_stopped")] == [(0, 2), (2, 0)]
     assert len(disk.records) == 2
 
 
@@ -995,10 +988,8 @@ async def test_a_pin_of_a_longer_prompt_keeps_what_a_lookup_of_it_finds() -> Non
         assert offload.evict().num_pinned == 0
 
 
-async def test_stores_that_find_no_room_are_counted_and_told_once(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    rank = Rank(layout_of(), host_bytes=8 * RECORD, engine={"log": LogConfig(file=str(log))})
-    async with rank.running() as offload:
+async def test_stores_that_find_no_room_are_counted_and_told_once(logs: Lines) -> None:
+    async with offloading(layout_of(), host_bytes=8 * RECORD) as (rank, offload):
         blocks = [[i, i + 1, i + 2] for i in range(0, 24, 3)]
         told = await asyncio.gather(
             *(offload.store(f"s{i}", [(0, ids)], chain(f"p{i}", 3)) for i, ids in enumerate(blocks))
@@ -1011,8 +1002,7 @@ async def test_stores_that_find_no_room_are_counted_and_told_once(tmp_path: Path
             large = await offload.store("large", [(0, list(range(16)))], chain("q", 16))
         assert (large.num_new, large.num_missed) == (5, 11)
         assert offload.lookup(chain("q", 16)).tokens == 5 * SIZE
-    said = [json.loads(line) for line in log.read_text().splitlines()]
-    first, second = [each for each in said if each["event"] == "offload_failed"]
+    first, second = logs.of("offload_failed")
     assert (first["cause"], first["what"], first["blocks"], first["held"]) == ("no_room", "store", 3, 0)
     assert "no room in host memory for 3 of 3 blocks: it keeps 8, of which 8 are being written" in first["detail"]
     assert (second["request_id"], second["blocks"], second["not_logged"]) == ("large", 11, 5)
@@ -1222,12 +1212,7 @@ async def test_closing_does_not_wait_for_ever() -> None:
     async with rank.engine:
         await rank.offload.start()
         storing = await rank.begun(rank.offload.store("a", [(0, [1])], chain("p", 1)))
-        closing = asyncio.create_task(rank.offload.aclose(5.0))
-        with anyio.fail_after(5):
-            while not closing.done():
-                await asyncio.sleep(0)
-                rank.clock.advance(0.1)
-        (left,) = await closing
+        (left,) = await passing(rank, asyncio.create_task(rank.offload.aclose(5.0)))
         assert (left.request_id, left.reason) == ("a", "storing")
         with pytest.raises((EngineClosed, PullCancelled)):
             await storing
@@ -1247,82 +1232,6 @@ async def test_a_start_that_fails_leaves_nothing_behind() -> None:
             assert (await offload.store("a", [(0, [1])], chain("p", 1))).num_new == 1
 
 
-async def test_the_loop_goes_on_while_files_are_opened() -> None:
-    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD))
-    records, go = rank.records, threading.Event()
-    begin = records.start
-
-    def wait_and_begin(*args: Any) -> Any:
-        assert go.wait(5.0), "the loop waits for the files"
-        return begin(*args)
-
-    records.start = wait_and_begin  # type: ignore[assignment, method-assign]
-    async with rank.engine:
-        starting = asyncio.create_task(rank.offload.start())
-        await asyncio.sleep(0)
-        closing = asyncio.create_task(rank.offload.aclose())  # nor are they closed while they are opened
-        await asyncio.sleep(0)
-        assert not closing.done()
-        for call in (rank.offload.touch, rank.offload.pin, rank.offload.evict):
-            with pytest.raises(EngineClosed, match="until its `start` has returned"):
-                call(chain("p", 1))
-        go.set()
-        with pytest.raises(EngineClosed):
-            await starting
-        await closing
-        assert not records.is_open
-
-
-async def test_closing_has_one_time_for_all_of_it_and_a_second_attempt_tells_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = tmp_path / "log"
-    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), engine={"log": LogConfig(file=str(log))})
-    async with rank.running() as offload:
-        await offload.store("a", [(0, [1])], chain("p", 1))
-        rank.copies.deferred, given = True, list[float]()
-        loading = await rank.begun(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
-
-        async def quiesce(timeout_s: float) -> None:
-            given.append(round(timeout_s, 3))
-
-        def stuck() -> None:
-            raise BackendError("a thread is inside")
-
-        for plane in (rank.copies, rank.records):
-            monkeypatch.setattr(plane, "quiesce", quiesce)
-        with monkeypatch.context() as inside:
-            inside.setattr(rank.copies, "close", stuck)
-            closing = asyncio.create_task(offload.aclose(5.0))
-            await until(lambda: offload._mover.cause)
-            rank.clock.advance(3.0)
-            rank.copies.finish()
-            with pytest.raises(BackendError, match="inside"):
-                await closing
-            with pytest.raises(PullCancelled):
-                await loading
-        await offload.aclose(5.0)
-        assert given == [2.0, 5.0, 5.0]
-    assert log.read_text().count('"offload_stopped"') == 1
-
-
-async def test_an_engine_that_is_closed_again_waits_for_its_offload_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = Rank(layout_of())
-
-    def stuck() -> None:
-        raise BackendError("a thread is inside")
-
-    async with rank.running():
-        for _ in range(2):
-            with monkeypatch.context() as inside:
-                inside.setattr(rank.copies, "close", stuck)
-                with pytest.raises(BackendError, match="inside"):
-                    await rank.engine.aclose()
-            assert rank.copies.is_open
-        await rank.engine.aclose()
-        assert not rank.copies.is_open
-
-
 @contextlib.contextmanager
 def hanging(rank: Rank) -> Iterator[threading.Event]:
     """A disk that does not answer before it is told to."""
@@ -1339,10 +1248,73 @@ def hanging(rank: Rank) -> Iterator[threading.Event]:
         go.set()
 
 
+async def test_the_loop_goes_on_while_files_are_opened() -> None:
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD))
+    async with rank.engine:
+        with hanging(rank) as go:
+            starting = asyncio.create_task(rank.offload.start())
+            await asyncio.sleep(0)
+            closing = asyncio.create_task(rank.offload.aclose())  # nor are they closed while they are opened
+            await asyncio.sleep(0)
+            assert not closing.done()
+            for call in (rank.offload.touch, rank.offload.pin, rank.offload.evict):
+                with pytest.raises(EngineClosed, match="until its `start` has returned"):
+                    call(chain("p", 1))
+            go.set()
+            with pytest.raises(EngineClosed):
+                await starting
+            await closing
+        assert not rank.records.is_open
+
+
+def stuck() -> None:
+    raise BackendError("a thread is inside")
+
+
+async def test_closing_has_one_time_for_all_of_it_and_a_second_attempt_tells_its_end(
+    logs: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with offloading(layout_of(), disk=SimDisk(64 * RECORD)) as (rank, offload):
+        await offload.store("a", [(0, [1])], chain("p", 1))
+        rank.copies.deferred, given = True, list[float]()
+        loading = await rank.begun(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE))
+
+        async def quiesce(timeout_s: float) -> None:
+            given.append(round(timeout_s, 3))
+
+        for plane in (rank.copies, rank.records):
+            monkeypatch.setattr(plane, "quiesce", quiesce)
+        with monkeypatch.context() as inside:
+            inside.setattr(rank.copies, "close", stuck)
+            closing = asyncio.create_task(offload.aclose(5.0))
+            await until(lambda: offload._mover.cause)
+            rank.clock.advance(3.0)
+            rank.copies.finish()
+            with pytest.raises(BackendError, match="inside"):
+                await closing
+            with pytest.raises(PullCancelled):
+                await loading
+        await offload.aclose(5.0)
+        assert given == [2.0, 5.0, 5.0]
+    assert logs.one("offload_stopped")
+
+
+async def test_an_engine_that_is_closed_again_waits_for_its_offload_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(layout_of())
+    async with rank.running():
+        for _ in range(2):
+            with monkeypatch.context() as inside:
+                inside.setattr(rank.copies, "close", stuck)
+                with pytest.raises(BackendError, match="inside"):
+                    await rank.engine.aclose()
+            assert rank.copies.is_open
+        await rank.engine.aclose()
+        assert not rank.copies.is_open
+
+
 @pytest.mark.parametrize("way", ["cancelled", "closed", "engine closed"])
-async def test_a_start_on_a_disk_that_hangs_is_given_up_in_time(way: str, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), engine={"log": LogConfig(file=str(log))})
+async def test_a_start_on_a_disk_that_hangs_is_given_up_in_time(way: str, logs: Lines) -> None:
+    rank = Rank(layout_of(), disk=SimDisk(64 * RECORD))
     async with rank.engine:
         with hanging(rank) as go:
             starting = asyncio.create_task(rank.offload.start())
@@ -1375,7 +1347,7 @@ async def test_a_start_on_a_disk_that_hangs_is_given_up_in_time(way: str, tmp_pa
             assert rank.offload._own.memory is None
         if way != "engine closed":
             await rank.offload.aclose(2.0)
-    assert log.read_text().count('"offload_broken"') == 1
+    assert logs.one("offload_broken")
 
 
 async def test_an_offload_that_starts_while_its_engine_ends_does_not_start() -> None:

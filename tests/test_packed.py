@@ -37,7 +37,7 @@ from asynckv.testing import SimControl, SimData
 from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import PRESETS, preset
 from tests import oracle
-from tests.engines import Bench
+from tests.engines import Bench, passing
 from tests.oracle import Cache, Engine, GroupSpec, Kept, LayerSpec, PartSpec, Rank, packed
 from tests.test_geometry import allocate, attention, engine, engines, latent, mamba2, models
 
@@ -616,7 +616,4 @@ async def test_what_is_kept_is_lent_as_any_block_is(sim: Bench) -> None:
             assert not must or (local.arrays[memory][at] == data).all()
         host.check_integrity()
         decode.check_integrity()
-        closing = [asyncio.create_task(each.aclose()) for each in (decode, host)]
-        while not all(task.done() for task in closing):
-            await asyncio.sleep(0)
-            sim.clock.advance(0.01)
+        await passing(sim, asyncio.gather(decode.aclose(), host.aclose()))

@@ -31,9 +31,8 @@ from asynckv.geometry.staging import SLOT_BYTES
 from asynckv.integrations.vllm.offload import region
 from scripts.bench.versus.workload import minor_faults
 from tests.engines import until
-from tests.test_nixl_edge import Side
+from tests.test_nixl_edge import Side, link
 from tests.test_packer import Owned, gathered
-from tests.test_posters import link
 from tests.test_staged_reads import EVEN, check_read, rows
 
 MB = 1 << 20

@@ -128,8 +128,7 @@ def test_each_start_of_a_process_has_a_pause_of_its_own() -> None:
     params = world.params([prefill], "r", [511], 4, written=True)
     params = msgspec.structs.replace(params, endpoints=(again,))
     said(world, decode)
-    begin(decode.core, PullRequest("again", [(0, [511])], params), 30.0, world.time(decode))
-    world.settle(decode)
+    world.pull(decode, "again", [511], params)
     ask(world, other, decode, 510)
     assert [type(message) for message in said(world, decode)] == [Hello, Hello]
 
@@ -643,7 +642,7 @@ def test_a_group_lists_each_of_its_ranks_once(places: list[tuple[int, int]], tp_
     params = world.params([prefill], "r", [0], 4, written=True)
     params = msgspec.structs.replace(params, endpoints=endpoints, tp_size=tp_size)
     with pytest.raises(PlanRefused, match="must be listed once"):
-        begin(decode.core, PullRequest("d", [(0, [0])], params), 30.0, 0.0)
+        world.pull(decode, "d", [0], params)
     assert world.letters == []
 
 

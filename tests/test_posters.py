@@ -40,6 +40,7 @@ from asynckv.geometry.tables import DescTable
 from asynckv.ports import AgentInfo
 from tests.engines import Bench, until
 from tests.test_nixl_edge import (
+    ALL_BULK,
     HERE,
     SIZE,
     TABLES,
@@ -50,13 +51,12 @@ from tests.test_nixl_edge import (
     check_reads,
     contents,
     copied,
+    link,
     pairs,
     request,
 )
 
 pytestmark = pytest.mark.nixl
-
-ALL_BULK = NixlConfig(posting_threads=1, bulk_bytes=1)
 
 
 @pytest.fixture
@@ -66,14 +66,6 @@ def collected() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-async def link(sides: list[Side], config: NixlConfig = ALL_BULK) -> tuple[Side, Side]:
-    reader, owner = Side("reader", 1, config), Side("owner", 2, NixlConfig(posting_threads=0))
-    sides += [reader, owner]
-    owner.plane.watch(True)
-    await reader.plane.add_remote_agent(owner.agent, owner.memories)
-    return reader, owner
 
 
 class Gate:

@@ -216,6 +216,19 @@ def serving(deaths: int = keeper.DEATHS) -> ServingPlane:
     return ServingPlane(NixlConfig(), "kept", SimData(SimNetwork(), "reads"), deaths=deaths)
 
 
+@contextlib.asynccontextmanager
+async def served(deaths: int = keeper.DEATHS) -> AsyncIterator[tuple[ServingPlane, list[Any]]]:
+    """Serve a pool; yield the plane and its news."""
+    registration, arrays = pool(1)
+    news: list[Any] = []
+    plane = serving(deaths)
+    await plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
+    yield plane, news
+    await plane.quiesce()
+    plane.close()
+    del arrays
+
+
 def pool(seed: int) -> tuple[Registration, list[npt.NDArray[np.uint8]]]:
     layout = make_layout(0, 1, num_blocks=BLOCKS, block_size=16, head_dim=HEAD_DIM)
     arrays = [np.frombuffer(shared_memory(m.length), np.uint8) for m in layout.memories]
@@ -301,27 +314,21 @@ async def test_a_child_that_is_killed_in_mid_read_costs_one_attempt() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("over_tcp")
 async def test_descriptors_threads_and_processes_stay_as_many_however_often_a_child_dies() -> None:
-    registration, arrays = pool(1)
-    news: list[Any] = []
-    plane = serving(deaths=1000)
     before = children()
-    await plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
-    kept, seen, pids = plane._keeper, [], set[int]()
-    for number in range(4):
-        await until(kept.stands_by)
-        seen.append((*usage(), len(children() - before)))
-        pids.add(plane.pid)
-        os.kill(plane.pid, signal.SIGKILL)
-        await until(functools.partial(has, news, 2 * (number + 1)))
-    assert len(pids) == 4
-    assert len(set(seen)) == 1, seen
-    assert [type(each) for each in news] == [AgentLost, AgentReplaced] * 4
-    assert {each.agent.name for each in news[1::2]} == {f"kept-{n}" for n in range(2, 6)}
-    assert max(each.seconds for each in news[1::2]) < 1.0
-    await plane.quiesce()
-    plane.close()
+    async with served(deaths=1000) as (plane, news):
+        kept, seen, pids = plane._keeper, [], set[int]()
+        for number in range(4):
+            await until(kept.stands_by)
+            seen.append((*usage(), len(children() - before)))
+            pids.add(plane.pid)
+            os.kill(plane.pid, signal.SIGKILL)
+            await until(functools.partial(has, news, 2 * (number + 1)))
+        assert len(pids) == 4
+        assert len(set(seen)) == 1, seen
+        assert [type(each) for each in news] == [AgentLost, AgentReplaced] * 4
+        assert {each.agent.name for each in news[1::2]} == {f"kept-{n}" for n in range(2, 6)}
+        assert max(each.seconds for each in news[1::2]) < 1.0
     assert children() <= before
-    del arrays
 
 
 @pytest.mark.nixl
@@ -348,20 +355,14 @@ async def test_after_the_pause_that_follows_too_many_deaths_the_one_that_stood_b
 ) -> None:
     monkeypatch.setattr(keeper, "DEATHS_S", 4.0)
     monkeypatch.setattr(keeper, "SETTLE_S", 0.0)
-    registration, arrays = pool(1)
-    news: list[Any] = []
-    plane = serving(deaths=0)
-    await plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
-    await until(plane._keeper.stands_by)
-    os.kill(plane.pid, signal.SIGKILL)
-    await until(lambda: len(news) > 1)
-    lost, replaced = news
-    assert (type(lost), type(replaced)) == (AgentLost, AgentReplaced)
-    assert lost.pause_s > 3
-    assert plane.pid
-    await plane.quiesce()
-    plane.close()
-    del arrays
+    async with served(deaths=0) as (plane, news):
+        await until(plane._keeper.stands_by)
+        os.kill(plane.pid, signal.SIGKILL)
+        await until(lambda: len(news) > 1)
+        lost, replaced = news
+        assert (type(lost), type(replaced)) == (AgentLost, AgentReplaced)
+        assert lost.pause_s > 3
+        assert plane.pid
 
 
 @pytest.mark.nixl
@@ -371,30 +372,24 @@ async def test_a_child_that_hangs_or_says_what_cannot_be_understood_is_followed_
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keeper, "BEAT_S", 0.1)
-    registration, arrays = pool(1)
-    news: list[Any] = []
-    plane = serving()
-    await plane.start(registration.layout.memories, lambda: news.extend(plane.poll()))
-    plane.watch(True)
-    first = plane.pid
-    if how == "hangs":
-        os.kill(first, signal.SIGSTOP)
-        with monkeypatch.context() as patch:  # only for this child, because another may be slow on a busy machine
-            patch.setattr(keeper, "HUNG_S", 0.5)
-            await until(lambda: news)
-    else:
-        process = plane._keeper._current
-        assert process is not None
-        process.link._received += b"\x03\0\0\0\xc1\xc1\xc1"
-        plane._keeper._on_news(process)
-    await until(lambda: len(news) > 1)
-    lost, replaced = news
-    assert (type(lost), type(replaced)) == (AgentLost, AgentReplaced)
-    assert ("did not answer for" if how == "hangs" else "sent a message that cannot be decoded") in lost.cause
-    assert plane.pid not in (0, first)
-    await plane.quiesce()
-    plane.close()
-    del arrays
+    async with served() as (plane, news):
+        plane.watch(True)
+        first = plane.pid
+        if how == "hangs":
+            os.kill(first, signal.SIGSTOP)
+            with monkeypatch.context() as patch:  # only for this child, because another may be slow on a busy machine
+                patch.setattr(keeper, "HUNG_S", 0.5)
+                await until(lambda: news)
+        else:
+            process = plane._keeper._current
+            assert process is not None
+            process.link._received += b"\x03\0\0\0\xc1\xc1\xc1"
+            plane._keeper._on_news(process)
+        await until(lambda: len(news) > 1)
+        lost, replaced = news
+        assert (type(lost), type(replaced)) == (AgentLost, AgentReplaced)
+        assert ("did not answer for" if how == "hangs" else "sent a message that cannot be decoded") in lost.cause
+        assert plane.pid not in (0, first)
 
 
 @pytest.mark.nixl

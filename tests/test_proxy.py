@@ -186,6 +186,19 @@ def streams(*pieces: bytes, is_cut: bool = False, and_then: bytes = b"") -> Act:
     return act
 
 
+def endless(head: bytes, more: bytes = b"x" * 2**20, status: int = 200, kind: str = "application/json") -> Act:
+    """Answer without end."""
+
+    async def act(fake: Fake, request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(status=status, headers={"Content-Type": kind})
+        await response.prepare(request)
+        await response.write(head)
+        while True:
+            await response.write(more)
+
+    return act
+
+
 async def hangs(fake: Fake, request: web.Request) -> web.StreamResponse:
     await asyncio.Event().wait()
     raise AssertionError
@@ -241,6 +254,9 @@ def decodes() -> Fake:
     return Fake(says({"choices": [{"text": "three"}]}))
 
 
+Posted = contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]
+
+
 class Client:
     """Talks to a router."""
 
@@ -252,10 +268,11 @@ class Client:
         async with self.session.post(self.url + path, data=io.BytesIO(data), **more) as answer:
             return answer.status, msgspec.json.decode(await answer.read())
 
-    @contextlib.asynccontextmanager
-    async def streaming(self, **body: Any) -> AsyncIterator[aiohttp.ClientResponse]:
-        async with self.session.post(self.url + COMPLETIONS[0], json={**ASK, "stream": True, **body}) as answer:
-            yield answer
+    def post(self, body: Any = ASK, path: str = COMPLETIONS[0], **more: Any) -> Posted:
+        return self.session.post(self.url + path, json=body, **more)
+
+    def streaming(self, **body: Any) -> Posted:
+        return self.post({**ASK, "stream": True, **body})
 
     async def metrics(self) -> dict[str, float]:
         async with self.session.get(f"{self.url}/metrics") as answer:
@@ -353,10 +370,7 @@ async def test_prefill_is_asked_for_one_token_and_decode_for_the_rest(path: str)
         "vllm_xargs": {"a": 1, "kv_transfer_params": {"x": 1}, "ec_transfer_params": {}},
     }
     headers = {"X-Request-Id": "id-1", "Authorization": "Bearer key", "Cookie": "none of theirs"}
-    async with (
-        routed([prefill], [decode]) as client,
-        client.session.post(client.url + path, json=theirs, headers=headers) as answer,
-    ):
+    async with routed([prefill], [decode]) as client, client.post(theirs, path, headers=headers) as answer:
         assert (answer.status, await answer.read()) == (200, b"data: {}\n\n")
     del theirs["ec_transfer_params"]
     theirs["vllm_xargs"] = {"a": 1}
@@ -391,10 +405,7 @@ async def test_without_params_decode_computes_the_prompt_itself() -> None:
 @pytest.mark.parametrize(("given", "is_kept"), [("good-1", True), ("x" * 300, False), ("sch\u00f6n", False)])
 async def test_request_ids_are_passed_on_or_made(given: str, is_kept: bool) -> None:
     prefill, decode = prefills(), decodes()
-    async with (
-        routed([prefill], [decode]) as client,
-        client.session.post(client.url + COMPLETIONS[0], json=ASK, headers={"X-Request-Id": given}) as answer,
-    ):
+    async with routed([prefill], [decode]) as client, client.post(headers={"X-Request-Id": given}) as answer:
         name = answer.headers["X-Request-Id"]
         assert (name == given) is is_kept
     assert prefill.asked[0][1]["X-Request-Id"] == decode.asked[0][1]["X-Request-Id"] == name
@@ -507,7 +518,7 @@ async def test_an_engine_without_room_gets_a_request_once_and_the_client_hears_w
     async with routed([prefill], [decode]) as client:
 
         async def ask() -> tuple[int, str, str]:
-            async with client.session.post(client.url + COMPLETIONS[0], json=ASK) as answer:
+            async with client.post() as answer:
                 return answer.status, answer.headers["Retry-After"], (await answer.json())["error"]["type"]
 
         assert await asyncio.gather(*(ask() for _ in range(10))) == [(503, "17", "overloaded")] * 10
@@ -551,11 +562,8 @@ async def test_params_that_were_used_up_by_an_engine_that_then_had_no_room_are_m
     ],
 )
 async def test_only_a_reasonable_retry_after_is_passed_on(given: str, passed: str) -> None:
-    decode = Fake(says(b"full", 503, **{"Retry-After": given}))
-    async with (
-        routed([Fake(says(b"full", 503, **{"Retry-After": "9"}))], [decode]) as client,
-        client.session.post(client.url + COMPLETIONS[0], json=ASK) as answer,
-    ):
+    prefill, decode = (Fake(says(b"full", 503, **{"Retry-After": after})) for after in ("9", given))
+    async with routed([prefill], [decode]) as client, client.post() as answer:
         assert (answer.status, answer.headers["Retry-After"]) == (503, passed)
 
 
@@ -584,7 +592,7 @@ async def test_none_up_is_said_in_json() -> None:
     prefill = prefills()
     for engines in (([NOWHERE, f"{NOWHERE}9"], [decodes()], "prefill"), ([prefill], [NOWHERE], "decode")):
         async with routed(engines[0], engines[1], is_computed=False) as client:
-            async with client.session.post(client.url + COMPLETIONS[0], json=ASK) as answer:
+            async with client.post() as answer:
                 assert (answer.status, answer.content_type) == (503, "application/json")
                 assert answer.headers["Retry-After"] == "1"
                 told = (await answer.json())["error"]
@@ -949,7 +957,7 @@ RESPONSE_ERRORS = [
 
 async def test_a_response_is_prefilled_and_decoded_as_well() -> None:
     prefill, decode = prefills(), Fake(says_events(HEAD_OF_RESPONSE + DELTA))
-    async with routed([prefill], [decode]) as client, client.session.post(client.url + RESPONSES, json=INPUT) as answer:
+    async with routed([prefill], [decode]) as client, client.post(INPUT, RESPONSES) as answer:
         assert (answer.status, await answer.read()) == (200, HEAD_OF_RESPONSE + DELTA)
     asked = {"input": "one two", "max_output_tokens": 1, "stream": False, "store": False}
     assert prefill.asked[0][0] == {**asked, "kv_transfer_params": {"do_remote_decode": True}}
@@ -959,10 +967,7 @@ async def test_a_response_is_prefilled_and_decoded_as_well() -> None:
 @pytest.mark.parametrize("end", [*RESPONSE_ERRORS, b""], ids=["error", "failed", "openai", "nothing"])
 async def test_a_response_that_fails_before_its_text_is_had_from_another_engine(end: bytes) -> None:
     bad, good = Fake(says_events(HEAD_OF_RESPONSE + end)), Fake(says_events(HEAD_OF_RESPONSE + DELTA))
-    async with (
-        routed([prefills()], [bad, good]) as client,
-        client.session.post(client.url + RESPONSES, json=INPUT) as answer,
-    ):
+    async with routed([prefills()], [bad, good]) as client, client.post(INPUT, RESPONSES) as answer:
         assert (answer.status, await answer.read()) == (200, HEAD_OF_RESPONSE + DELTA)
 
 
@@ -972,7 +977,7 @@ async def test_a_response_that_fails_later_is_in_the_log_and_one_with_a_long_hea
     async with routed([prefills()], [Fake(late, says_events(long))]) as client:
         with capture_logs() as events:
             for _ in range(2):
-                async with client.session.post(client.url + RESPONSES, json=INPUT) as answer:
+                async with client.post(INPUT, RESPONSES) as answer:
                     assert answer.status == 200
                     told = await answer.read()
     assert told == long
@@ -1053,46 +1058,24 @@ async def test_an_error_of_this_host_takes_no_engine_out(monkeypatch: pytest.Mon
 
 # -- answers that are too large ---------------------------------------------------------------------------------
 
-LARGE = 2**24 + 2**20
-
-
-async def endless(fake: Fake, request: web.Request) -> web.StreamResponse:
-    is_stream = (await request.json()).get("stream")
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream" if is_stream else "application/json"})
-    await response.prepare(request)
-    await response.write(b"data: " if is_stream else b'{"a": "')
-    while True:
-        await response.write(b"x" * 2**20)
-
 
 async def test_an_endless_answer_of_a_prefill_engine_is_garbage() -> None:
-    prefill, decode = Fake(endless), decodes()
+    prefill, decode = Fake(endless(b'{"a": "')), decodes()
     async with routed([prefill], [decode]) as client:
         assert (await client.ask())[0] == 200
         assert (await client.metrics())['pd_proxy_decode_only_total{cause="prefill_failed"}'] == 1
 
 
 async def test_an_endless_error_is_garbage() -> None:
-    async def act(fake: Fake, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(status=400)
-        await response.prepare(request)
-        while True:
-            await response.write(b"x" * 2**20)
-
-    async with routed([prefills()], [Fake(act)], attempts=1, is_computed=False) as client:
+    decode = Fake(endless(b"", status=400))
+    async with routed([prefills()], [decode], attempts=1, is_computed=False) as client:
         status, told = await client.ask()
         assert (status, told["error"]["type"]) == (502, "garbage")
 
 
 async def test_an_event_without_an_end_is_garbage() -> None:
-    async def act(fake: Fake, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(b"data: {}\n\n")
-        while True:
-            await response.write(b"x" * 2**20)
-
-    async with routed([prefills()], [Fake(act)]) as client, client.streaming() as answer:
+    decode = Fake(endless(b"data: {}\n\n", kind="text/event-stream"))
+    async with routed([prefills()], [decode]) as client, client.streaming() as answer:
         assert await answer.content.readuntil(b"\n\n") == b"data: {}\n\n"
         assert json.loads((await answer.content.read()).removeprefix(b"data: "))["error"]["type"] == "garbage"
 
@@ -1590,13 +1573,8 @@ async def test_what_is_lent_while_the_router_stops_is_given_back(monkeypatch: py
 
 @pytest.mark.parametrize("at", ["prefill", "decode", "stream", "full"])
 async def test_what_takes_too_long_when_the_router_is_stopped_ends_in_an_error(at: str) -> None:
-    async def floods(fake: Fake, request: web.Request) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        while True:
-            await response.write(b"data: {}\n\n" * 10_000)
-
     head = b"data: {}\n\n"
+    floods = endless(head, head * 10_000, kind="text/event-stream")
     is_stream = at in ("stream", "full")
     prefill = Fake(hangs) if at == "prefill" else prefills()
     decode = Fake({"stream": streams(head), "full": floods}.get(at, hangs))
@@ -1923,7 +1901,7 @@ async def test_tokens_are_those_of_one_process(tiny: Tinies, path: str) -> None:
             want = await alone(client, prefill[0], body, path)
             status, told = await client.ask(body, path)
             assert (status, said(told)) == (200, want)
-            async with client.session.post(client.url + path, json={**body, "stream": True}) as answer:
+            async with client.post({**body, "stream": True}, path) as answer:
                 events = [line.removeprefix(b"data: ") async for line in answer.content if line.strip()]
             assert events.pop().strip() == b"[DONE]"
             assert "".join(said(json.loads(event)) for event in events) == want

@@ -179,7 +179,7 @@ async def test_both_legs_leave_at_once_once_both_engines_have_said_so(path: str,
     async with routed([prefill], [decode]) as client:
 
         async def ask() -> int:
-            async with client.session.post(client.url + path, json=asked) as answered:
+            async with client.post(asked, path) as answered:
                 decode.go_on.set()
                 async for _ in answered.content:
                     decode.go_on.set()
@@ -725,8 +725,7 @@ async def test_a_ticket_is_shown_by_no_error_log_or_metric(at: str, how: int | s
     decode = Fake(ANSWERS, echoes if at == "decode" else hangs)
     with capture_logs() as events:
         async with taught([prefill], [decode], is_computed=False, attempts=1) as client:
-            asks = {**ASK, "stream": how == "event"}
-            async with client.session.post(client.url + COMPLETIONS[0], json=asks) as answer:
+            async with client.streaming(stream=how == "event") as answer:
                 assert answer.status == (400 if how == 400 else 502)
                 text = await answer.text()
             async with client.session.get(f"{client.url}/metrics") as answer:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
-
 import pytest
 from msgspec import structs
 
@@ -15,6 +12,7 @@ from asynckv.core.pull import Pull, PullState
 from asynckv.core.source import RemoteRank, Role, Source
 from asynckv.core.types import Address, KVTransferParams, PullId, Reason
 from asynckv.observe.setup import configure_logging
+from tests.documented import Lines
 from tests.engines import Bench
 from tests.world import Rank, World, make_layout, opened
 
@@ -93,25 +91,14 @@ def test_a_pull_that_waits_and_then_reads_nothing_repeats_its_release_in_time() 
     assert pull.is_over
 
 
-@pytest.fixture
-def debugged() -> io.StringIO:
-    """Everything that is logged."""
-    stream = io.StringIO()
-    configure_logging("debug", stream=stream)
-    return stream
-
-
-async def test_at_debug_every_step_of_a_pull_and_of_its_lease_is_logged_once_and_in_order(
-    sim: Bench, debugged: io.StringIO
-) -> None:
+async def test_at_debug_every_step_of_a_pull_and_of_its_lease_is_logged_once_and_in_order(sim: Bench) -> None:
+    logs = Lines()
+    configure_logging("debug", stream=logs.stream)
     async with sim.pair() as (prefill, decode, group):
         params, lent = prefill.lent(group, "r", [1], written=True)
         await decode.engine.pull("d", [(0, [6])], params)
         await lent.wait_released()
-    lines = [json.loads(line) for line in debugged.getvalue().splitlines()]
-    steps = {
-        kind: [each["to"] for each in lines if each["event"] == f"{kind}_transition"] for kind in ("pull", "lease")
-    }
+    steps = {kind: [each["to"] for each in logs.of(f"{kind}_transition")] for kind in ("pull", "lease")}
     notes = [each for each in steps["pull"] if isinstance(each, dict)]
     assert [(each["note"], each.get("how", "")) for each in notes] == [("promised", ""), ("settled", "acknowledged")]
     assert [each for each in steps["pull"] if each not in notes] == [

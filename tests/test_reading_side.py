@@ -20,7 +20,7 @@ from asynckv.geometry import tables
 from tests.test_admission import ask, asking, world_of
 from tests.test_peers import said, say, welcome
 from tests.test_sources import Pair
-from tests.world import World, begin, make_layout
+from tests.world import World, make_layout
 
 
 def test_what_still_ran_of_a_rank_that_was_met_anew_keeps_nothing_loaded_once_it_has_ended() -> None:
@@ -265,7 +265,7 @@ def test_a_request_that_was_taken_once_is_not_turned_away_between_its_attempts()
         ask(world, prefill, decode, number)
         world.deliver_all()
     with pytest.raises(Overloaded, match="1 pulls wait already"):
-        begin(decode.core, PullRequest("e", [(0, [4])], params), 30.0, world.time(decode))
+        world.pull(decode, "e", [4], params)
     world.run(1.0)
     assert (request.attempts, request.pull.reason) == (2, Reason.COMPLETE)
 

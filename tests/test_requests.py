@@ -19,12 +19,12 @@ from asynckv.core import wire as m
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import Lease, LeaseState
 from asynckv.core.peer import Peer, PeerState
-from asynckv.core.pull import Pull, PullRequest, PullState
+from asynckv.core.pull import Pull, PullState
 from asynckv.core.spent import SpentKeys
 from asynckv.core.types import Cohort, Endpoint, KVTransferParams, Outcome, Reason, ReplyTo, decode_params
 from asynckv.errors import ConfigError, EngineClosed, LocalProtocolError, PlanRefused, RemoteProtocolError
 from asynckv.scheduler import PrefillRanks
-from tests.world import NUM_BLOCKS, Rank, World, alone, begin, make_layout, opened, ranks_of, reason
+from tests.world import NUM_BLOCKS, Rank, World, alone, make_layout, opened, ranks_of, reason
 
 
 def lent() -> tuple[World, Rank, Rank, KVTransferParams, Lease]:
@@ -73,9 +73,7 @@ def test_of_many_decode_engines_that_read_a_request_a_refusal_names_a_few() -> N
     world, prefill, decode = opened()
     params, _ = world.lent(prefill, "req", [3], written=True, readers=6)
     for i in range(7):
-        wanted = PullRequest(f"sibling{i}", [(0, [i])], params, f"d/{i}")
-        pull = begin(decode.core, wanted, 30, world.time(decode))
-        world.settle(decode)
+        pull = world.pull(decode, f"sibling{i}", [i], params, cohort_id=f"d/{i}")
         world.run()
     assert "(released by 'd/0', 'd/1', 'd/2', 'd/3' and others; lent with num_readers=6)" in pull.detail
 
@@ -293,8 +291,7 @@ def test_a_closed_engine_parks_nothing(is_early: bool) -> None:
 def test_long_texts_about_strangers_are_cut_and_not_lost() -> None:
     world, prefill, decode = opened()
     params, lease = world.lent(prefill, "r", [1])
-    first = begin(decode.core, PullRequest("a", [(0, [2])], params, "x" * 512), 5.0, 0.0)
-    world.settle(decode)
+    first = world.pull(decode, "a", [2], params, timeout=5.0, cohort_id="x" * 512)
     world.run()
     assert first.reason is Reason.COMPLETE
     assert lease.is_over
@@ -797,11 +794,7 @@ def test_what_is_being_pulled_cannot_be_announced() -> None:
 def test_siblings_each_release_and_strangers_are_refused() -> None:
     world, prefill, decode = opened()
     params, lease = world.lent(prefill, "req", [3], written=True, readers=2)
-    pulls = [
-        begin(decode.core, PullRequest(f"sibling{i}", [(0, [i])], params, f"decode/{i}"), 30, world.time(decode))
-        for i in range(3)
-    ]
-    world.settle(decode)
+    pulls = [world.pull(decode, f"sibling{i}", [i], params, cohort_id=f"decode/{i}") for i in range(3)]
     world.run()
     assert [p.reason for p in pulls] == [Reason.COMPLETE, Reason.COMPLETE, Reason.WRONG_COHORT]
     assert lease.state is LeaseState.RELEASED
@@ -835,7 +828,7 @@ def test_endpoints_with_holes_is_refused() -> None:
     params = world.params([prefill], "req", [3], 4)
     broken: KVTransferParams = msgspec.structs.replace(params, tp_size=2)
     with pytest.raises(PlanRefused, match="must be listed once"):
-        begin(decode.core, PullRequest("d", [(0, [1])], broken), 30, 0.0)
+        world.pull(decode, "d", [1], broken)
 
 
 SHARING = [Endpoint(r, f"tcp://127.0.0.1:{r + 1}", "i") for r in range(4)]

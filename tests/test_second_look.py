@@ -20,13 +20,12 @@ from asynckv.core.wire import Claim, Packed, Release, Renew, decode_packet
 from asynckv.errors import ConfigError
 from asynckv.geometry import strides
 from asynckv.geometry.look import NUM_PLACES
-from asynckv.geometry.staging import ReadCosts
 from tests import test_packed_copies
 from tests.documented import Lines
 from tests.engines import Bench, until
 from tests.test_packed_copies import Pair
 from tests.test_proof import Reading
-from tests.world import BLOCK, Rank, World, begin, make_layout, ranks_of
+from tests.world import BLOCK, Letter, Rank, World, make_layout, ranks_of
 
 ALL: Literal["all"] = "all"
 
@@ -35,11 +34,11 @@ def settings(second_look: float = 1.0, second_look_bytes: int | Literal["all"] =
     return PullConfig(second_look=second_look, second_look_bytes=second_look_bytes, **more)
 
 
-def make(*, pull: PullConfig | None = None, costs: ReadCosts | None = None) -> tuple[World, Rank, Rank]:
+def make(pull: PullConfig | None = None) -> tuple[World, Rank, Rank]:
     lease = LeaseConfig(lease_s=30.0, grant_s=10.0)
     world = World(EngineConfig(engine_id="x", lease=lease, pull=pull or settings()))
     prefill = world.add("p", make_layout(), engine_id="prefill")
-    return world, prefill, world.add("d", make_layout(base=1 << 41), engine_id="decode", seed=9, costs=costs)
+    return world, prefill, world.add("d", make_layout(base=1 << 41), engine_id="decode", seed=9)
 
 
 def looks_of(decode: Rank) -> list[TransferId]:
@@ -55,12 +54,13 @@ def read(world: World, decode: Rank) -> None:
             world.complete(decode, transfer_id)
 
 
-def pulled(world: World, prefill: Rank, decode: Rank, **more: Any) -> Pull:
+def pulled(pull: PullConfig | None = None, **more: Any) -> tuple[World, Rank, Rank, Pull]:
     """Return a pull that has landed, and whose look runs, or waits for a place."""
+    world, prefill, decode = make(pull)
     params, _ = world.lent(prefill, "r", [3, 5, 6], 10, written=True, **more)
-    pull = world.pull(decode, "d", [5, 1, 2], params)
+    begun = world.pull(decode, "d", [5, 1, 2], params)
     read(world, decode)
-    return pull
+    return world, prefill, decode, begun
 
 
 def outcomes(world: World) -> list[Outcome]:
@@ -75,8 +75,7 @@ def is_clean(*decodes: Rank) -> bool:
 
 
 def test_a_pull_completes_once_its_second_look_has_landed() -> None:
-    world, prefill, decode = make()
-    pull = pulled(world, prefill, decode)
+    world, _, decode, pull = pulled()
     assert pull.reason is None
     world.run()
     assert pull.reason is Reason.COMPLETE
@@ -88,8 +87,7 @@ def test_a_pull_completes_once_its_second_look_has_landed() -> None:
 
 
 def test_bytes_that_change_between_the_two_reads_fail_the_pull_for_good() -> None:
-    world, prefill, decode = make()
-    pull = pulled(world, prefill, decode)
+    world, prefill, decode, pull = pulled()
     prefill.buffers.overwrite(3, 0x77)
     world.run()
     assert pull.reason is Reason.DIFFERS
@@ -102,8 +100,7 @@ def test_bytes_that_change_between_the_two_reads_fail_the_pull_for_good() -> Non
 
 
 def test_a_token_that_the_owner_writes_next_is_no_difference() -> None:
-    world, prefill, decode = make()
-    pull = pulled(world, prefill, decode)
+    world, prefill, _, pull = pulled()
     for memory, start, length in prefill.buffers.block_spans(6)[: 2 * 4 * 4 * 2]:
         token = (start // (4 * 2 * 2)) % BLOCK
         if token >= 2:
@@ -115,19 +112,24 @@ def test_a_token_that_the_owner_writes_next_is_no_difference() -> None:
 # -- the look is a part of the read, and so of its proof -----------------------------------------------------
 
 
-def test_a_look_at_blocks_that_were_not_lent_yet_is_made_anew() -> None:
-    """Whatever the early look has found: the blocks may have held anything before they were lent."""
+def early() -> tuple[World, Rank, Rank, Pull, list[Letter]]:
+    """Return a pull that reads what is not lent yet, and its claims."""
     world, prefill, decode = make()
-    params = world.params([prefill], "r", [3], 4)
-    pull = world.pull(decode, "d", [5], params)
+    pull = world.pull(decode, "d", [5], world.params([prefill], "r", [3], 4))
     world.deliver()  # Hello
     world.deliver()  # Welcome: it claims, and reads
     claims, world.letters = world.letters, []
+    return world, prefill, decode, pull, claims
+
+
+def test_a_look_at_blocks_that_were_not_lent_yet_is_made_anew() -> None:
+    """Whatever the early look has found: the blocks may have held anything before they were lent."""
+    world, prefill, decode, pull, claims = early()
     world.complete_all()
     assert pull.state is PullState.CONFIRMING
     first = len(decode.looks)
     prefill.buffers.overwrite(3, 0x77)
-    world.lend(prefill, params)
+    world.lend(prefill, pull.params)
     world.letters = claims
     world.run()
     assert pull.reason is Reason.COMPLETE
@@ -136,17 +138,12 @@ def test_a_look_at_blocks_that_were_not_lent_yet_is_made_anew() -> None:
 
 
 def test_a_difference_that_an_early_look_has_found_is_forgotten() -> None:
-    world, prefill, decode = make()
-    params = world.params([prefill], "r", [3], 4)
-    pull = world.pull(decode, "d", [5], params)
-    world.deliver()
-    world.deliver()
-    claims, world.letters = world.letters, []
+    world, prefill, decode, pull, claims = early()
     world.complete_reads(decode)
     prefill.buffers.overwrite(3, 0x77)
     world.complete_all()
     assert pull.sources[0].differs is not None
-    world.lend(prefill, params)
+    world.lend(prefill, pull.params)
     world.letters = claims
     world.run()
     assert pull.reason is Reason.COMPLETE
@@ -202,8 +199,7 @@ def test_the_last_claim_of_a_request_that_may_be_recalled_follows_its_look(is_gr
 
 
 def test_a_recall_while_a_look_runs_is_no_difference() -> None:
-    world, prefill, decode = make()
-    pull = pulled(world, prefill, decode, recall=True)
+    world, prefill, decode, pull = pulled(recall=True)
     prefill.core.withdraw(pull.params, world.time(prefill))
     world.settle(prefill)  # its blocks are overwritten
     world.run()
@@ -251,8 +247,7 @@ def test_a_look_that_fails_is_a_failed_read_and_is_tried_again() -> None:
 
 
 def test_a_look_in_doubt_keeps_its_place_and_not_the_blocks() -> None:
-    world, prefill, decode = make()
-    pull = pulled(world, prefill, decode)
+    world, prefill, decode, pull = pulled()
     look, other = looks_of(decode)
     world.tell(decode, TransferEnded(look, Ending.IN_DOUBT, "unheard of"))
     assert (pull.reason, pull.is_returned, pull.was_held) == (Reason.READ_FAILED, True, False)
@@ -268,8 +263,7 @@ def test_a_look_in_doubt_keeps_its_place_and_not_the_blocks() -> None:
 
 
 def test_a_deadline_that_passes_while_a_look_runs_holds_no_blocks() -> None:
-    world, prefill, decode = make()
-    pull = pulled(world, prefill, decode)
+    world, _, decode, pull = pulled()
     world.live(31.0)
     assert (pull.reason, pull.is_returned) == (Reason.TIMEOUT, True)
     assert pull.detail == f"still reading from {pull.sources[0].where} when the deadline passed"
@@ -281,8 +275,7 @@ def test_a_deadline_that_passes_while_a_look_runs_holds_no_blocks() -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "close", "forget", "peer lost"])
 def test_whatever_ends_a_pull_while_its_look_runs_leaves_nothing_behind(how: str) -> None:
-    world, prefill, decode = make()
-    pull = pulled(world, prefill, decode)
+    world, prefill, decode, pull = pulled()
     look, _ = looks_of(decode)
     match how:
         case "cancel":
@@ -302,8 +295,7 @@ def test_whatever_ends_a_pull_while_its_look_runs_leaves_nothing_behind(how: str
 
 
 def test_a_look_that_takes_too_many_pieces_fails_its_pull_before_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, prefill, decode = make()
-    pulled(world, prefill, decode)
+    world, prefill, decode, _ = pulled()
     world.run()
     params, _ = world.lent(prefill, "s", [3], 3, written=True)
     monkeypatch.setattr(strides, "MAX_RANGES", 0)
@@ -399,8 +391,7 @@ def test_a_pull_that_is_cancelled_while_its_look_waits_leaves_the_line() -> None
 
 def test_all_is_looked_at_piece_by_piece_within_the_budget_of_a_peer() -> None:
     pull = settings(window_bytes=100, total_bytes=1000, max_post_bytes=64)
-    world, prefill, decode = make(pull=pull)
-    done = pulled(world, prefill, decode)
+    world, _, decode, done = pulled(pull)
     posting = decode.core.decode.posting
     while looks_of(decode):
         running = [decode.core.decode.transfers[look].read.num_bytes for look in looks_of(decode)]
@@ -434,14 +425,13 @@ def test_every_rank_is_looked_at_for_itself(bad: int | None) -> None:
 
 
 def test_without_a_share_there_is_no_place_and_no_look() -> None:
-    world, prefill, decode = make(pull=PullConfig())
-    pull = pulled(world, prefill, decode)
+    _, _, decode, pull = pulled(PullConfig())
     assert pull.reason is Reason.COMPLETE
     assert (decode.looks, decode.core.decode._places.number) == ([], 0)
 
 
 def test_a_quarter_of_the_pulls_looks_twice() -> None:
-    world, prefill, decode = make(pull=settings(0.25))
+    world, prefill, decode = make(settings(0.25))
     looks = 0
     for number in range(4000):
         params = world.params([prefill], f"r{number}", [number % 12], 4)
@@ -453,8 +443,7 @@ def test_a_quarter_of_the_pulls_looks_twice() -> None:
 def test_a_full_prefix_hit_has_nothing_to_look_at() -> None:
     world, prefill, decode = make()
     params, _ = world.lent(prefill, "r", [3], written=True)
-    pull = begin(decode.core, PullRequest("d", [(4, [])], params), 30.0, world.time(decode))
-    world.settle(decode)
+    pull = world.pull(decode, "d", [], params, first=4)
     world.run()
     assert (pull.reason, decode.looks) == (Reason.COMPLETE, [])
 

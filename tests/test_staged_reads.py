@@ -30,8 +30,8 @@ from asynckv.geometry.tables import DescTable, Span
 from asynckv.layout import register_memory
 from asynckv.offload import Offload, OffloadConfig
 from scripts.bench.versus.workload import minor_faults
-from tests.test_nixl_edge import HERE, TABLES, THERE, Bytes, Indices, Meddler, Side, check_reads, pairs
-from tests.test_posters import ALL_BULK, Gate, link, while_the_loop_stands
+from tests.test_nixl_edge import ALL_BULK, HERE, TABLES, THERE, Bytes, Indices, Meddler, Side, check_reads, link, pairs
+from tests.test_posters import Gate, while_the_loop_stands
 from tests.test_staging import HND, NHD
 from tests.world import make_layout
 

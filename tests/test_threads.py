@@ -40,7 +40,7 @@ from asynckv.geometry.plan import ReadRequest
 from asynckv.layout import register_memory
 from asynckv.ports import AgentInfo
 from asynckv.testing import SimControl, SimData, SimNetwork
-from tests.engines import Bench, memory, turn_loop, until
+from tests.engines import Bench, memory, passing, turn_loop, until
 from tests.lab.world import Process, World, WorldClock, WorldControl, WorldData
 
 Ts = TypeVarTuple("Ts")
@@ -178,11 +178,9 @@ async def test_an_error_that_holds_blocks_is_waited_for_on_the_engines_loop(sim:
         decode.data.deferred = True
         task = asyncio.create_task(decode.engine.pull("d", [(0, [2])], params, timeout_s=2.0))
         await until(lambda: decode.data is not None and decode.data.running)
-        while not task.done():
-            await asyncio.sleep(0)
-            sim.clock.advance(0.05)
-        error = task.exception()
-        assert isinstance(error, PullTimeout)
+        with pytest.raises(PullTimeout) as told:
+            await passing(sim, task)
+        error = told.value
         assert error.held == {0: (2,)}
         assert isinstance(elsewhere(error.returned), WrongThread)
         for transfer in list(decode.data.running):
@@ -311,10 +309,7 @@ async def served(bench: Bench, prefill: Engine, decode: Engine, number: int) -> 
     # Blocks of its own: one that may have been posted by a plane that raised is kept from everybody.
     task = asyncio.create_task(decode.pull(f"r{number}", [(0, [2 + number])], params, timeout_s=20.0))
     ended = asyncio.create_task(lent.wait_released())
-    with anyio.fail_after(10):
-        while not (task.done() and ended.done()):
-            await asyncio.sleep(0)
-            bench.clock.advance(0.01)
+    await passing(bench, asyncio.gather(task, ended, return_exceptions=True))
     try:
         await task
     except ReadFailed:
@@ -341,21 +336,13 @@ async def test_a_plane_that_raises_costs_no_turn(role: str, plane: str, nth: int
         await served(bench, prefill, decode, number)
     for engine in engines.values():
         engine.check_integrity()
-    closing = [asyncio.create_task(engine.aclose()) for engine in engines.values()]
-    while not all(task.done() for task in closing):
-        await asyncio.sleep(0)
-        bench.clock.advance(0.01)
-    await asyncio.gather(*closing)
+    await passing(bench, asyncio.gather(*(engine.aclose() for engine in engines.values())))
 
 
 async def timed_out(bench: Bench, prefill: Engine, decode: Engine) -> None:
     """A request that is never lent."""
     params = PrefillRanks("prefill", [prefill.endpoint]).make_params("never", [(0, [1])], 16)
-    task = asyncio.create_task(decode.pull("never", [(0, [9])], params, timeout_s=1.0))
-    while not task.done():
-        await asyncio.sleep(0)
-        bench.clock.advance(0.01)
-    await task
+    await passing(bench, asyncio.create_task(decode.pull("never", [(0, [9])], params, timeout_s=1.0)))
 
 
 async def test_a_log_that_raises_loses_no_outcome(sim: Bench) -> None:
@@ -561,14 +548,12 @@ async def test_who_waited_for_a_loop_that_is_away_is_told_once_in_full(
 
         async def fail(count: int) -> list[logging.LogRecord]:
             caplog.clear()
-            tasks = [
-                asyncio.create_task(decode.engine.pull(f"d{i}", [(0, [i])], group.make_params(f"r{i}", [(0, [i])], 16)))
+            pulls = [
+                decode.engine.pull(f"d{i}", [(0, [i])], group.make_params(f"r{i}", [(0, [i])], 16))
                 for i in range(count)
             ]
-            while not all(task.done() for task in tasks):
-                await asyncio.sleep(0)
-                sim.clock.advance(0.01)
-            assert all(isinstance(task.exception(), PeerUnreachable) for task in tasks)
+            ends = await passing(sim, asyncio.gather(*pulls, return_exceptions=True))
+            assert all(isinstance(end, PeerUnreachable) for end in ends)
             return [r for r in caplog.records if r.getMessage().startswith("pull_ended")]
 
         first, *others = await fail(30)
@@ -584,6 +569,10 @@ async def test_who_waited_for_a_loop_that_is_away_is_told_once_in_full(
         sim.network.fate = lambda sender, to, packet: "deliver"
 
 
+def engine_on(data: SimData) -> Engine:
+    return Engine(EngineConfig(engine_id="e"), memory(1)[0], data=data, control=SimControl(SimNetwork()))
+
+
 @pytest.mark.parametrize("name", ["start", "aclose", "drain"])
 def test_while_a_data_plane_starts_the_engine_has_its_home(name: str) -> None:
     """A signal handler's thread may close an engine that is just being started: it must not find it free."""
@@ -595,9 +584,7 @@ def test_while_a_data_plane_starts_the_engine_has_its_home(name: str) -> None:
             assert go.wait(30)
             return await super().start(memories, on_ready)
 
-    engine = Engine(
-        EngineConfig(engine_id="e"), memory(1)[0], data=Slow(SimNetwork(), "a"), control=SimControl(SimNetwork())
-    )
+    engine = engine_on(Slow(SimNetwork(), "a"))
 
     async def life() -> None:
         async with engine:
@@ -632,9 +619,7 @@ async def test_an_engine_lets_go_of_one_memory_before_it_takes_another() -> None
         async def quiesce(self) -> None:
             await gate.wait()
 
-    engine = Engine(
-        EngineConfig(engine_id="e"), memory(1)[0], data=Fails(SimNetwork(), "a"), control=SimControl(SimNetwork())
-    )
+    engine = engine_on(Fails(SimNetwork(), "a"))
     async with engine:
         await engine.suspend()
         gate.clear()
@@ -663,9 +648,7 @@ async def test_an_engine_whose_data_plane_still_starts_takes_nothing_but_its_end
         async def quiesce(self) -> None:
             go.set()
 
-    engine = Engine(
-        EngineConfig(engine_id="e"), memory(1)[0], data=Slow(SimNetwork(), "a"), control=SimControl(SimNetwork())
-    )
+    engine = engine_on(Slow(SimNetwork(), "a"))
     starting = asyncio.create_task(engine.start())
     await inside.wait()
     for call in (engine.statistics, engine.holds, engine.requests, lambda: engine.withdraw({})):
@@ -690,9 +673,7 @@ async def test_an_engine_that_is_resumed_slowly_is_resumed_once_and_may_be_close
             await go.wait()
             return await super().start(memories, on_ready)
 
-    engine = Engine(
-        EngineConfig(engine_id="e"), memory(1)[0], data=Slow(SimNetwork(), "a"), control=SimControl(SimNetwork())
-    )
+    engine = engine_on(Slow(SimNetwork(), "a"))
     await engine.start()
     await engine.suspend()
     inside.clear()

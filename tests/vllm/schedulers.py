@@ -224,17 +224,9 @@ class Side:
     def abort(self, request_id: str, status: Any = ABORTED) -> None:
         self.scheduler.finish_requests(request_id, status)
 
-    def step(
-        self,
-        loaded: Collection[str] = (),
-        failed: Collection[str] = (),
-        sent: Collection[str] = (),
-        token: int = 7,
-        reports: Any = None,
-    ) -> Told:
-        """One step: what the workers report comes with its output. Failed loads are loads, too."""
-        out = self.scheduler.schedule()
-        return self.finish(out, loaded, failed, sent, token, reports)
+    def step(self, **reported: Any) -> Told:
+        """One step: what the workers report, as `finish` takes it, comes with its output."""
+        return self.finish(self.scheduler.schedule(), **reported)
 
     def finish(
         self,
@@ -245,6 +237,7 @@ class Side:
         token: int = 7,
         reports: Any = None,
     ) -> Told:
+        """Take the output of a step. Failed loads are loads, too."""
         ids = list(out.num_scheduled_tokens)
         sampled = []
         for request_id in ids:

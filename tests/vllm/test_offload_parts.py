@@ -629,8 +629,14 @@ class Kept:
         self.region.close()
 
 
-def test_a_block_in_files_is_brought_while_vllm_asks_again() -> None:
-    kept = Kept()
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    found = Kept()
+    yield found
+    found.close()
+
+
+def test_a_block_in_files_is_brought_while_vllm_asks_again(kept: Kept) -> None:
     context = ReqContext("r")
     assert kept.lookup(context) == [LookupResult.HIT_PENDING] * 8
     kept.end_step()
@@ -643,11 +649,9 @@ def test_a_block_in_files_is_brought_while_vllm_asks_again() -> None:
     kept.manager.prepare_load(kept.keys, context)
     kept.manager.complete_load(kept.keys, context)
     assert kept.manager.get_load_source(kept.keys[0], ReqContext("s")) is CacheHitSource.HOST
-    kept.close()
 
 
-def test_a_request_that_wants_files_alone_finds_in_memory_only_what_was_brought_for_it() -> None:
-    kept = Kept()
+def test_a_request_that_wants_files_alone_finds_in_memory_only_what_was_brought_for_it(kept: Kept) -> None:
     context = ReqContext("r", load_tier_filter=TierFilter((TierMatcher(Medium.STORAGE),)))
     kept.records.tell(RecordsEnded(kept.fetch(context), Ending.DONE))
     assert kept.lookup(context) == [LookupResult.HIT] * 8
@@ -656,11 +660,9 @@ def test_a_request_that_wants_files_alone_finds_in_memory_only_what_was_brought_
     assert kept.lookup(other) == [LookupResult.MISS] * 8
     kept.manager.on_request_finished(context)
     kept.manager.on_request_finished(other)
-    kept.close()
 
 
-def test_what_was_brought_is_kept_until_its_request_begins_without_it() -> None:
-    kept = Kept()
+def test_what_was_brought_is_kept_until_its_request_begins_without_it(kept: Kept) -> None:
     context = ReqContext("r")
     kept.records.tell(RecordsEnded(kept.fetch(context), Ending.DONE))
     kept.end_step()
@@ -670,20 +672,16 @@ def test_what_was_brought_is_kept_until_its_request_begins_without_it() -> None:
         kept.manager.on_schedule_end(ScheduleEndContext(("r",), ()))
     assert kept.manager.prepare_store(other, ReqContext("s")) is not None
     kept.manager.complete_store(other, ReqContext("s"))
-    kept.close()
 
 
-def test_nothing_is_kept_for_a_request_that_ends_before_its_blocks_come() -> None:
-    kept = Kept()
+def test_nothing_is_kept_for_a_request_that_ends_before_its_blocks_come(kept: Kept) -> None:
     context = ReqContext("r")
     move_id = kept.fetch(context)
     kept.manager.on_request_finished(context)
     kept.records.tell(RecordsEnded(move_id, Ending.DONE))
-    kept.close()
 
 
-def test_what_is_lost_on_the_way_is_a_miss() -> None:
-    kept = Kept()
+def test_what_is_lost_on_the_way_is_a_miss(kept: Kept) -> None:
     context = ReqContext("r")
     move_id = kept.fetch(context)
     kept.records.tell(RecordsEnded(move_id, Ending.FAILED, "spoiled", (3,)))
@@ -693,11 +691,9 @@ def test_what_is_lost_on_the_way_is_a_miss() -> None:
     said = kept.manager.counts
     assert (said["fetched_blocks"], said["unfetched_blocks"]) == (7, 1)
     kept.manager.on_request_finished(context)
-    kept.close()
 
 
-def test_what_was_in_doubt_and_came_is_counted_as_what_it_is() -> None:
-    kept = Kept()
+def test_what_was_in_doubt_and_came_is_counted_as_what_it_is(kept: Kept) -> None:
     context = ReqContext("r")
     move_id = kept.fetch(context)
     kept.records.tell(RecordsEnded(move_id, Ending.IN_DOUBT, "the disk does not answer"))
@@ -705,18 +701,15 @@ def test_what_was_in_doubt_and_came_is_counted_as_what_it_is() -> None:
     kept.records.tell(RecordsEnded(move_id, Ending.DONE))
     assert kept.manager.counts["fetched_blocks"] == 8
     kept.manager.on_request_finished(context)
-    kept.close()
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_files_that_are_lost_are_misses(reads: bool) -> None:
-    kept = Kept()
+def test_files_that_are_lost_are_misses(kept: Kept, reads: bool) -> None:
     context = ReqContext("r")
     kept.records.tell(RecordsLost("the disk is gone", reads))
     assert kept.lookup(context) == [LookupResult.MISS if reads else LookupResult.HIT_PENDING] * 8
     kept.manager.on_request_finished(context)
     kept.end_step()
-    kept.close()
 
 
 def test_files_are_not_used_where_workers_have_another_memory(caplog: pytest.LogCaptureFixture) -> None:

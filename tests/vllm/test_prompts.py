@@ -17,15 +17,9 @@ from asynckv.integrations.vllm.stats import SchedulerTally
 from asynckv.told import LONG_S, MANY_PROMPTS, PromptsCounted
 from tests.vllm.schedulers import Side
 from tests.vllm.test_scheduler import brought, is_clean, prompt_of
+from tests.vllm.test_stats import Clock
 
 ASKED = {"do_remote_decode": True}
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Decode(Side):

@@ -18,24 +18,12 @@ from vllm.v1.request import Request
 from asynckv.core.types import decode_params
 from asynckv.embed.orders import Announce, Cancel, Lend, Pull
 from asynckv.integrations.vllm.chain import MAX_CHAIN, chain_of, hash_tokens_of
-from asynckv.integrations.vllm.connector import AsyncKVConnector
 from asynckv.integrations.vllm.scheduler import CAUSES
 from tests.vllm.schedulers import DENSE, HYBRID, STATES, WINDOW, Group, Side
+from tests.vllm.test_follow import _nothing_is_taken_by_vllm, counted  # noqa: F401
 from tests.vllm.test_scheduler import FORGETFUL, SHAPES, brought, is_clean, prompt_of, settle
 
 Given = Mapping[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_taken_by_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps take no statistics, because the test does."""
-    monkeypatch.setattr(AsyncKVConnector, "get_kv_connector_stats", lambda self: None)
-
-
-def computed_locally(side: Side) -> dict[str, int]:
-    """How often a prompt was computed in place of a transfer, by cause."""
-    stats = side.half.tally.take(at_once=True)
-    return {} if stats is None else stats.data["computed_locally"]
 
 
 def adapter(name: str = "adapter", number: int = 1, path: str = "/adapters/1") -> Given:
@@ -75,7 +63,7 @@ def test_what_two_prompts_begin_with_is_read_in_whole_hashes(place: int, read: i
     side.add("a", prompt, brought(other), 1)
     told = side.step()
     assert [order.num_tokens for order in told.orders if isinstance(order, Pull)] == ([read] if read else [])
-    assert computed_locally(side) == {"other_end" if read else "other_prompt": 1}
+    assert counted(side, "computed_locally") == {"other_end" if read else "other_prompt": 1}
 
 
 def test_with_drafts_a_prompt_that_ends_otherwise_is_not_read() -> None:
@@ -184,7 +172,7 @@ def test_params_without_hashes_are_read_only_where_that_is_allowed() -> None:
     side = Side()
     side.add("a", prompt, json.loads(json.dumps(params)), 1)
     assert side.step().kinds() == [Cancel]
-    assert computed_locally(side) == {"no_hashes": 1}
+    assert counted(side, "computed_locally") == {"no_hashes": 1}
     trusting = Side(extra={"allow_unhashed": True})
     trusting.add("a", prompt, params, 1)
     assert trusting.step().only(Pull).num_tokens == 100
@@ -197,7 +185,7 @@ def test_a_chain_that_a_client_made_long_is_not_computed() -> None:
         params["asynckv"] |= {"hashes": ["x"] * 3000, "hash_tokens": every}
         params["asynckv"]["key"][3] = f"{every:032}"
         side.add(f"r{every}", prompt, json.loads(json.dumps(params)), 1)
-    assert computed_locally(side) == {"other_prompt": 3}
+    assert counted(side, "computed_locally") == {"other_prompt": 3}
 
 
 def test_chains_of_long_prompts_are_short() -> None:
@@ -226,11 +214,11 @@ def test_each_cause_is_logged_once_and_counted_always(caplog: pytest.LogCaptureF
     assert side.half.tally.take(at_once=True) is None
 
 
-def counted(side: Side, cause: str) -> None:
+def check_counted(side: Side, cause: str) -> None:
     """The one request of this side is computed, and counted with its cause."""
     for _ in range(10):
         side.step()
-    assert computed_locally(side) == {cause: 1}
+    assert counted(side, "computed_locally") == {cause: 1}
     assert is_clean(side)
 
 
@@ -246,7 +234,7 @@ def counted(side: Side, cause: str) -> None:
 def test_params_that_are_none_of_ours_are_counted(cause: str, params: Any) -> None:
     side = Side()
     side.add("a", prompt_of(50), params, 1)
-    counted(side, cause)
+    check_counted(side, cause)
 
 
 @FORGETFUL
@@ -258,7 +246,7 @@ def test_what_reaches_too_far_for_a_model_that_forgets_is_counted(groups: tuple[
     told = decode.ended("d")
     whole = json.loads(json.dumps(told.params["d"]))
     side.add("a", [*prompt, *[7] * 19], whole, 1)
-    counted(side, "too_far")
+    check_counted(side, "too_far")
 
 
 def test_params_that_were_used_up_are_counted() -> None:
@@ -266,19 +254,19 @@ def test_params_that_were_used_up_are_counted() -> None:
     params = brought(prompt)
     side.read("a", prompt, params, 1)
     side.add("b", prompt, dict(params), 1)
-    counted(side, "spent")
+    check_counted(side, "spent")
 
 
 def test_a_prompt_of_which_log_probabilities_are_asked_for_is_counted() -> None:
     side, prompt = Side(), prompt_of(100)
     side.add("a", prompt, brought(prompt), 1, prompt_logprobs=1)
-    counted(side, "prompt_logprobs")
+    check_counted(side, "prompt_logprobs")
 
 
 def test_a_prompt_in_an_engine_that_shares_prefills_is_counted() -> None:
     side, prompt = Side(role="kv_producer", pcp=2), prompt_of(100)
     side.add("a", prompt, brought(prompt), 1)
-    counted(side, "prefill_only")
+    check_counted(side, "prefill_only")
     assert side.prefill("b", prompt)["do_remote_prefill"]
 
 
@@ -292,14 +280,14 @@ def test_completions_that_the_prefix_cache_does_not_serve_are_counted(prefix_cac
     side.step(loaded=["a"])
     for _ in range(5):
         side.step()
-    assert computed_locally(side) == ({} if prefix_caching else {"sibling": 2})
+    assert counted(side, "computed_locally") == ({} if prefix_caching else {"sibling": 2})
     assert is_clean(side)
 
 
 def test_what_cannot_be_lent_is_counted_where_it_was_computed() -> None:
     side = Side(is_connected=False)
     assert side.prefill("a", prompt_of(100)) is None
-    counted(side, "not_lent")
+    check_counted(side, "not_lent")
 
 
 def test_every_cause_has_its_sentence_and_its_row_in_the_documents() -> None:

@@ -19,7 +19,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from asynckv import PrefillRanks
+from asynckv import EngineThread, PrefillRanks
 from asynckv.edges.survivor.process import ServingPlane
 from asynckv.embed import Announce, Cancel, Failed, Finished, Follow, Lend, Offer, Pull, WithdrawTicket
 from asynckv.embed.orders import EndPieces, LendPiece, StartEarly
@@ -34,7 +34,7 @@ from asynckv.errors import (
 )
 from asynckv.geometry.pairing import Padding
 from asynckv.integrations.vllm.connector import AsyncKVConnector
-from asynckv.integrations.vllm.handover import FollowReports, StepOrders
+from asynckv.integrations.vllm.handover import FollowReports, StepOrders, WorkerAddress
 from asynckv.integrations.vllm.options import Options
 from asynckv.integrations.vllm.worker import WorkerHalf, unpinned
 from asynckv.results import LeaseEnd, PullResult
@@ -58,6 +58,38 @@ class Worker:
         self.offered: list[Offer] = []
         self.not_offered: list[Failed] = []
         self.followed: list[str] = []
+
+    @property
+    def thread(self) -> EngineThread:
+        assert self.half._thread is not None
+        return self.half._thread
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        return self.thread.statistics(0.0).counters
+
+    @property
+    def address(self) -> WorkerAddress:
+        address = self.half.address()
+        assert address is not None
+        return address
+
+    def params(self, request_id: str, blocks: list[int], **more: Any) -> dict[str, Any]:
+        """What the scheduler's half would make, were this the only rank."""
+        endpoints, epoch = [self.address.endpoint], self.address.memory_epoch
+        group = PrefillRanks("prefill", endpoints, memory_epoch=epoch, null_block=0)
+        return group.make_params(request_id, [(0, blocks)], num_tokens=16 * len(blocks), written=True, **more)
+
+    def lend(self, request_id: str, blocks: list[int]) -> dict[str, Any]:
+        params = self.params(request_id, blocks)
+        self.step(Lend(params))
+        return params
+
+    def load(self, groups: list[tuple[int, list[int]]], params: dict[str, Any], **more: Any) -> None:
+        """Load what one request has, all of it."""
+        self.step(Pull(request_id="d", groups=groups, params=params, **more))
+        self.until(lambda: self.received == ["d"])
+        assert not self.failed
 
     def step(self, *orders: Any) -> None:
         """As vLLM does it: orders, then results."""
@@ -127,12 +159,11 @@ class Side:
 
     def params(self, request_id: str, blocks: list[int]) -> dict[str, Any]:
         """What the scheduler's half would make."""
-        addresses = [worker.half.address() for worker in self.workers]
-        assert all(address is not None for address in addresses)
+        addresses = [worker.address for worker in self.workers]
         group = PrefillRanks(
             self.name,
-            [address.endpoint for address in addresses if address is not None],
-            memory_epoch=max(address.memory_epoch for address in addresses if address is not None),
+            [address.endpoint for address in addresses],
+            memory_epoch=max(address.memory_epoch for address in addresses),
             pp_size=self.pp,
             null_block=0,
         )
@@ -162,7 +193,7 @@ def test_a_request_is_told_once_on_both_sides(make: Make) -> None:
     prefill, decode = make("prefill").worker, make("decode").worker
     for tensor in prefill.tensors.values():
         tensor.copy_(torch.randn(tensor.shape))
-    params = {f"p{i}": group_params(prefill, f"p{i}", [7 * i + 1, 7 * i + 3]) for i in range(5)}
+    params = {f"p{i}": prefill.params(f"p{i}", [7 * i + 1, 7 * i + 3]) for i in range(5)}
     prefill.step(*(Lend(p) for p in params.values()))
     decode.step(*(Announce(f"d{i}", p) for i, p in enumerate(params.values())))
     pulls = [
@@ -187,13 +218,6 @@ def test_loads_that_are_given_up_are_told_once_as_failed(make: Make) -> None:
     assert not worker.half.take_results().finished_recving
 
 
-def group_params(worker: Worker, request_id: str, blocks: list[int]) -> dict[str, Any]:
-    address = worker.half.address()
-    assert address is not None
-    group = PrefillRanks("prefill", [address.endpoint], memory_epoch=address.memory_epoch, null_block=0)
-    return group.make_params(request_id, [(0, blocks)], num_tokens=16 * len(blocks), written=True)
-
-
 def test_stages_of_a_pipeline_tell_each_for_itself(make: Make) -> None:
     names = list(LAYERS)
     prefill, decode = make("prefill"), make("decode", stages=[names[:1], names[1:]])
@@ -211,8 +235,7 @@ def test_stages_of_a_pipeline_tell_each_for_itself(make: Make) -> None:
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_load_that_is_refused_before_it_begins_keeps_nothing_lent(make: Make, announced: bool) -> None:
     prefill, decode = make("prefill").worker, make("decode").worker
-    params = group_params(prefill, "p", [1, 2])
-    prefill.step(Lend(params))
+    params = prefill.lend("p", [1, 2])
     if announced:
         decode.step(Announce("d", params))
         decode.until(lambda: any(rank.granted_s for rank in granted(decode)))
@@ -224,7 +247,7 @@ def test_a_load_that_is_refused_before_it_begins_keeps_nothing_lent(make: Make, 
 
 def test_whoever_waits_for_a_lend_that_was_refused_hears_of_it_at_once(make: Make) -> None:
     prefill, decode = make("prefill").worker, make("decode").worker
-    params = group_params(prefill, "p", [3, 3])
+    params = prefill.params("p", [3, 3])
     began = time.monotonic()
     decode.step(Pull(request_id="d", groups=[(0, [1, 2])], params=params))
     prefill.step(Lend(params))
@@ -242,9 +265,7 @@ def test_the_first_worker_alone_takes_the_schedulers_counts(make: Make) -> None:
         worker.half.start_load(StepOrders((), (), counts))
 
     def counted(worker: Worker) -> dict[str, int]:
-        assert worker.half._thread is not None
-        counters = worker.half._thread.statistics(0.0).counters
-        return {name: n for name, n in counters.items() if name.startswith(("prompts.", "computed_locally."))}
+        return {name: n for name, n in worker.counters.items() if name.startswith(("prompts.", "computed_locally."))}
 
     first, other = side.workers
     expected = {"prompts.with_params": 3, "prompts.without_params": 2, "computed_locally.no_params": 1}
@@ -252,8 +273,7 @@ def test_the_first_worker_alone_takes_the_schedulers_counts(make: Make) -> None:
     assert counted(other) == {}
     first.half.unregister_kv_caches()
     first.half.restore_kv_caches()
-    assert first.half._thread is not None
-    first.half._thread.statistics(0.0)
+    first.thread.statistics(0.0)
     first.until(lambda: counted(first) == expected)  # and they outlive a sleep
 
 
@@ -263,41 +283,26 @@ def test_counts_that_come_before_the_memory_or_after_the_end_are_dropped(half: W
 
 def test_sleep_and_wake_up_do_nothing_twice(make: Make) -> None:
     prefill, decode = make("prefill").worker, make("decode").worker
-    lost = group_params(prefill, "lost", [1])
-    prefill.step(Lend(lost))
-    before = prefill.half.address()
+    prefill.lend("lost", [1])
+    before = prefill.address.memory_epoch
     for _ in range(2):
         prefill.half.unregister_kv_caches()
         assert prefill.half.address() is None
     prefill.until(lambda: prefill.sent == ["lost"])
     for _ in range(2):
         prefill.half.restore_kv_caches()
-    after = prefill.half.address()
-    assert before is not None
-    assert after is not None
-    assert after.memory_epoch > before.memory_epoch
-    params = group_params(prefill, "p", [1])
-    prefill.step(Lend(params))
-    decode.step(Pull(request_id="d", groups=[(0, [1])], params=params))
-    decode.until(lambda: decode.received == ["d"])
-    assert not decode.failed
+    assert prefill.address.memory_epoch > before
+    decode.load([(0, [1])], prefill.lend("p", [1]))
     prefill.until(lambda: prefill.sent == ["lost", "p"])
 
 
 def test_memory_that_is_registered_anew_takes_the_place_of_the_old(make: Make) -> None:
     prefill, decode = make("prefill").worker, make("decode").worker
-    before = prefill.half.address()
+    before = prefill.address.memory_epoch
     prefill.tensors = {n: torch.randn(t.shape).to(t.dtype) for n, t in prefill.tensors.items()}
     prefill.half.register_kv_caches(prefill.tensors)
-    after = prefill.half.address()
-    assert before is not None
-    assert after is not None
-    assert after.memory_epoch > before.memory_epoch
-    params = group_params(prefill, "p", [3])
-    prefill.step(Lend(params))
-    decode.step(Pull(request_id="d", groups=[(0, [5])], params=params))
-    decode.until(lambda: decode.received == ["d"])
-    assert not decode.failed
+    assert prefill.address.memory_epoch > before
+    decode.load([(0, [5])], prefill.lend("p", [3]))
     for name, tensor in decode.tensors.items():
         assert torch.equal(tensor[5], prefill.tensors[name][3])
 
@@ -314,14 +319,10 @@ def test_what_the_last_block_lacks_is_zeroed_where_vllm_relies_on_it(make: Make)
             tensor.view(torch.uint8).fill_(byte)
     groups = decode.half._kv_cache_config.kv_cache_groups
     lists = [(0, [9, 10]) if mixers[0] in group.layer_names else (0, [11 + i]) for i, group in enumerate(groups)]
-    address = prefill.half.address()
-    assert address is not None
-    group = PrefillRanks("prefill", [address.endpoint], null_block=0)
+    group = PrefillRanks("prefill", [prefill.address.endpoint], null_block=0)
     params = group.make_params("p", lists, num_tokens=70, written=True)
     prefill.step(Lend(params))
-    decode.step(Pull(request_id="d", groups=lists, params=params, num_tokens=70))
-    decode.until(lambda: decode.received == ["d"])
-    assert not decode.failed
+    decode.load(lists, params, num_tokens=70)
     loaded = decode.tensors[mixers[0]].view(torch.uint8)[[9, 10]]
     assert (loaded[0] == 3).all()
     assert (loaded[1, :, :6] == 3).all()
@@ -344,8 +345,7 @@ def test_sleep_before_anything_is_registered(tmp_path: Path) -> None:
 
 def test_the_end_takes_a_few_seconds_at_most_with_a_reader_under_way(make: Make) -> None:
     prefill, decode = make("prefill").worker, make("decode").worker
-    params = group_params(prefill, "p", [1])
-    prefill.step(Lend(params))
+    params = prefill.lend("p", [1])
     decode.step(Announce("d", params))  # claimed and granted, and never pulled
     decode.until(lambda: any(rank.granted_s for rank in granted(decode)))
     began = time.monotonic()
@@ -355,13 +355,10 @@ def test_the_end_takes_a_few_seconds_at_most_with_a_reader_under_way(make: Make)
 
 
 def granted(worker: Worker) -> list[Any]:
-    thread = worker.half._thread
-    assert thread is not None
-
     async def asked() -> list[Any]:
-        return [rank for request in thread.engine.requests() for rank in request.ranks]
+        return [rank for request in worker.thread.engine.requests() for rank in request.ranks]
 
-    return thread.call(asked(), 5.0)
+    return worker.thread.call(asked(), 5.0)
 
 
 # -- what is told when --------------------------------------------------------------------------------------
@@ -542,19 +539,19 @@ TICKET = "0123456789abcdef" * 2
 
 def followed(prefill: Worker, ticket: str = TICKET) -> dict[str, Any]:
     """What a router gives a decode engine to follow."""
-    params = group_params(prefill, "any", [1])
+    params = prefill.params("any", [1])
     return {"ticket": ticket, **{name: params[name] for name in ("engine_id", "tp_size", "pp_size", "endpoints")}}
 
 
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_ticket_is_followed_until_its_request_is_lent(make: Make, is_early: bool) -> None:
     prefill, decode = make("prefill").worker, make("decode").worker
-    params = group_params(prefill, "p", [3, 4])
+    params = prefill.params("p", [3, 4])
     if not is_early:
         prefill.step(Lend(params, ticket=TICKET))
     decode.step(Follow("d", followed(prefill)))
     if is_early:
-        prefill.until(lambda: bool(counters(prefill).get("received.follow")))
+        prefill.until(lambda: bool(prefill.counters.get("received.follow")))
         assert not decode.offered
         prefill.step(Lend(params, ticket=TICKET))
     decode.until(lambda: bool(decode.offered))
@@ -573,17 +570,16 @@ def test_what_is_offered_to_a_request_that_needs_it_no_more_is_released_without_
     make: Make, is_early: bool
 ) -> None:
     prefill, decode = make("prefill").worker, make("decode").worker
-    params = group_params(prefill, "p", [3, 4])
+    params = prefill.params("p", [3, 4])
     if not is_early:
         prefill.step(Lend(params, ticket=TICKET))
     decode.half.start_load(StepOrders([Follow("d", followed(prefill)), Cancel("d", follows_on=True)]))
     if is_early:
-        prefill.until(lambda: bool(counters(prefill).get("received.follow")))
+        prefill.until(lambda: bool(prefill.counters.get("received.follow")))
         prefill.step(Lend(params, ticket=TICKET))
     prefill.until(lambda: prefill.sent == ["p"])  # long before the lease ends
     assert counted(prefill.half, "leases") == {"released": 1}
-    assert decode.half._thread is not None
-    assert decode.half._thread._desk.untaken == []
+    assert decode.thread._desk.untaken == []
     decode.look()
     assert [offer.request_id for offer in decode.offered] == ["d"]
 
@@ -592,27 +588,20 @@ def test_the_end_of_a_follow_that_was_given_up_is_not_waited_for(make: Make) -> 
     """vLLM may make no step any more, and `asynckv why` would call it stuck."""
     prefill, decode = make("prefill").worker, make("decode").worker
     decode.half.start_load(StepOrders([Follow("d", followed(prefill))]))
-    prefill.until(lambda: bool(counters(prefill).get("received.follow")))
+    prefill.until(lambda: bool(prefill.counters.get("received.follow")))
     decode.half.start_load(StepOrders([Cancel("d")]))
-    prefill.until(lambda: bool(counters(prefill).get("received.unfollow")))
-    assert decode.half._thread is not None
-    assert decode.half._thread._desk.has_news
-    assert decode.half._thread._desk.untaken == []
+    prefill.until(lambda: bool(prefill.counters.get("received.unfollow")))
+    assert decode.thread._desk.has_news
+    assert decode.thread._desk.untaken == []
     decode.look()
     assert [failed.request_id for failed in decode.not_offered] == ["d"]
-
-
-def counters(worker: Worker) -> Mapping[str, int]:
-    assert worker.half._thread is not None
-    return worker.half._thread.statistics(0.0).counters
 
 
 @pytest.mark.parametrize("how", ["withdrawn", "refused", "asleep", "closed"])
 def test_a_ticket_that_is_not_offered_is_told_once(make: Make, how: str) -> None:
     prefill, decode = make("prefill").worker, make("decode").worker
     if how == "closed":
-        assert decode.half._thread is not None
-        decode.half._thread.close()
+        decode.thread.close()
     if how == "asleep":
         decode.half.unregister_kv_caches()
     if how == "closed":
@@ -623,7 +612,7 @@ def test_a_ticket_that_is_not_offered_is_told_once(make: Make, how: str) -> None
     if how == "withdrawn":
         prefill.step(WithdrawTicket(TICKET))
     elif how == "refused":
-        prefill.step(Lend(group_params(prefill, "p", [3, 3]), ticket=TICKET))
+        prefill.step(Lend(prefill.params("p", [3, 3]), ticket=TICKET))
         prefill.until(lambda: prefill.sent == ["p"])
     decode.until(lambda: bool(decode.not_offered))
     decode.look()
@@ -636,7 +625,7 @@ def test_a_ticket_that_is_not_offered_is_told_once(make: Make, how: str) -> None
 def test_a_follower_hears_of_a_sleep_once_it_is_over(make: Make) -> None:
     prefill, decode = make("prefill").worker, make("decode").worker
     decode.step(Follow("d", followed(prefill)))
-    prefill.until(lambda: bool(counters(prefill).get("received.follow")))
+    prefill.until(lambda: bool(prefill.counters.get("received.follow")))
     decode.half.unregister_kv_caches()
     decode.half.restore_kv_caches()
     decode.look()
@@ -645,33 +634,34 @@ def test_a_follower_hears_of_a_sleep_once_it_is_over(make: Make) -> None:
 
 def test_orders_are_begun_once_although_vllm_hands_them_over_twice(make: Make) -> None:
     prefill, decode = make("prefill").worker, make("decode").worker
-    params = group_params(prefill, "p", [3])
-    prefill.step(Lend(params))
+    params = prefill.lend("p", [3])
     connector: Any = object.__new__(AsyncKVConnector)
     connector._worker = decode.half
-    assert decode.half._thread is not None
     step = StepOrders([Pull(request_id="d", groups=[(0, [6])], params=params)], ["gone"], PromptsCounted(3))
     connector.handle_preemptions({"preempted"})  # as in versions that name requests
     connector.handle_preemptions(step)
-    assert decode.half._thread._desk.num_handovers == 2  # before the forward pass
+    assert decode.thread._desk.num_handovers == 2  # before the forward pass
     connector._connector_metadata = step
     connector.start_load_kv(None)
     assert connector.get_transfer_results(set()).failed_recving == {"gone"}
     connector.start_load_kv(None)
     decode.until(lambda: decode.received == ["d"])
-    assert decode.half._thread._desk.num_handovers == 2
+    assert decode.thread._desk.num_handovers == 2
     connector._connector_metadata = StepOrders([Cancel("x")])
     connector.start_load_kv(None)  # of a runner that calls only this
-    assert decode.half._thread._desk.num_handovers == 3
+    assert decode.thread._desk.num_handovers == 3
+
+
+class Passed(threading.Event):
+    """An event of a device, which a test sets."""
+
+    def synchronize(self) -> None:
+        assert self.wait(WITHIN_S)
 
 
 def test_with_a_drafter_on_a_gpu_orders_leave_behind_its_work_and_in_turn(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Passed(threading.Event):
-        def synchronize(self) -> None:
-            assert self.wait(WITHIN_S)
-
     events: list[Passed] = []
 
     def recorded() -> Passed:
@@ -682,17 +672,17 @@ def test_with_a_drafter_on_a_gpu_orders_leave_behind_its_work_and_in_turn(
     monkeypatch.setattr("asynckv.integrations.vllm.worker.stream_event", recorded)
     with ThreadPoolExecutor(1) as line:
         prefill.half._line = line
-        params = group_params(prefill, "p", [3])
+        params = prefill.params("p", [3])
         prefill.step(Lend(params, ticket=TICKET))
-        prefill.step(Lend(group_params(prefill, "q", [4])))
+        prefill.lend("q", [4])
         decode.step(Follow("d", followed(prefill)))
-        prefill.until(lambda: bool(counters(prefill).get("received.follow")))
+        prefill.until(lambda: bool(prefill.counters.get("received.follow")))
         events[1].set()
-        assert "leases.lent" not in counters(prefill)
+        assert "leases.lent" not in prefill.counters
         assert not decode.offered
         events[0].set()
         decode.until(lambda: bool(decode.offered))
-        prefill.until(lambda: counters(prefill).get("leases.lent") == 2)
+        prefill.until(lambda: prefill.counters.get("leases.lent") == 2)
         prefill.half.shutdown()
 
 
@@ -731,17 +721,13 @@ def test_sleep_waits_for_reads_promises_and_the_memory(half: WorkerHalf) -> None
 # -- pieces -------------------------------------------------------------------------------------------------
 
 
-def piece_params(worker: Worker, name: str, blocks: list[int], num_tokens: int) -> dict[str, Any]:
-    address = worker.half.address()
-    assert address is not None
-    group = PrefillRanks("prefill", [address.endpoint], memory_epoch=address.memory_epoch, null_block=0)
-    return group.make_params(name, [(0, blocks)], num_tokens, written=True, recall=True)
+def lend_piece(worker: Worker) -> None:
+    """Lend the first 32 tokens of what is under way, in blocks 3 and 4."""
+    worker.step(LendPiece(worker.params("p/32", [3, 4], recall=True), TICKET))
 
 
 def num_pieces(worker: Worker) -> int:
-    thread = worker.half._thread
-    assert thread is not None
-    return len(thread.engine._driver.core.prefill.offers.pieces)
+    return len(worker.thread.engine._driver.core.prefill.offers.pieces)
 
 
 def test_a_follower_reads_pieces_and_then_the_rest(make: Make) -> None:
@@ -751,20 +737,18 @@ def test_a_follower_reads_pieces_and_then_the_rest(make: Make) -> None:
     decode.step(Follow("d", followed(prefill), takes_pieces=True))
     prefill.until(lambda: bool(prefill.followed))
     assert set(prefill.followed) == {TICKET}
-    prefill.step(LendPiece(piece_params(prefill, "p/32", [3, 4], 32), TICKET))
+    lend_piece(prefill)
     decode.until(lambda: bool(decode.offered))
     (piece,) = decode.offered
     assert piece.is_piece
     blocks = [(0, [11, 12, 13, 14])]
     decode.step(StartEarly(request_id="d", groups=blocks, params=piece.params, num_tokens=64))
     assert list(decode.half._pulling) == ["d"]
-    decode.until(lambda: counters(decode).get("pieces.complete") == 1)
-    prefill.step(Lend(group_params(prefill, "p", [3, 4, 5, 6]), ticket=TICKET))
+    decode.until(lambda: decode.counters.get("pieces.complete") == 1)
+    prefill.step(Lend(prefill.params("p", [3, 4, 5, 6]), ticket=TICKET))
     decode.until(lambda: len(decode.offered) == 2)
     offer = decode.offered[1]
-    decode.step(Pull(request_id="d", groups=blocks, params=offer.params, num_tokens=64, goes_on=True))
-    decode.until(lambda: decode.received == ["d"])
-    assert not decode.failed
+    decode.load(blocks, offer.params, num_tokens=64, goes_on=True)
     prefill.until(lambda: prefill.sent == ["p"])
     for name, tensor in decode.tensors.items():
         assert torch.equal(tensor[[11, 12, 13, 14]], prefill.tensors[name][[3, 4, 5, 6]])
@@ -777,20 +761,20 @@ def test_a_follower_reads_pieces_and_then_the_rest(make: Make) -> None:
 def test_a_head_start_that_ends_early_is_told_once_as_failed(make: Make, how: str) -> None:
     prefill, decode = make("prefill").worker, make("decode").worker
     decode.step(Follow("d", followed(prefill), takes_pieces=True))
-    prefill.step(LendPiece(piece_params(prefill, "p/32", [3, 4], 32), TICKET))
+    lend_piece(prefill)
     decode.until(lambda: bool(decode.offered))
     blocks = [(0, [NUM_BLOCKS + 3, 12] if how == "bad blocks" else [11, 12, 13])]
     decode.step(StartEarly(request_id="d", groups=blocks, params=decode.offered[0].params, num_tokens=48))
     if how == "cancel":
         decode.step(Cancel("d"))
     elif how == "withdrawn":
-        decode.until(lambda: counters(decode).get("pieces.complete") == 1)
+        decode.until(lambda: decode.counters.get("pieces.complete") == 1)
         prefill.step(EndPieces(TICKET), WithdrawTicket(TICKET))
         decode.until(lambda: bool(decode.not_offered))
         decode.step(Cancel("d"))  # as the scheduler's half does
     decode.until(lambda: decode.received == ["d"])
     assert decode.failed == ["d"]
-    params = group_params(prefill, "p", [3, 4, 5])
+    params = prefill.params("p", [3, 4, 5])
     decode.step(
         Pull(request_id="d", groups=blocks, params=params, goes_on=True)
     )  # of a scheduler that knows nothing yet
@@ -802,16 +786,14 @@ class Blocked:
     """Keeps the engine's loop from turning."""
 
     def __init__(self, worker: Worker) -> None:
-        thread = worker.half._thread
-        assert thread is not None
-        assert thread._loop is not None
+        assert worker.thread._loop is not None
         self.go, begun = threading.Event(), threading.Event()
 
         def wait() -> None:
             begun.set()
             self.go.wait(WITHIN_S)
 
-        thread._loop.call_soon_threadsafe(wait)
+        worker.thread._loop.call_soon_threadsafe(wait)
         assert begun.wait(WITHIN_S)
 
     def __enter__(self) -> Blocked:
@@ -819,13 +801,6 @@ class Blocked:
 
     def __exit__(self, *_: object) -> None:
         self.go.set()
-
-
-class Passed(threading.Event):
-    """An event of a device, which a test sets."""
-
-    def synchronize(self) -> None:
-        assert self.wait(WITHIN_S)
 
 
 @pytest.mark.parametrize("is_planted", [False, True])
@@ -843,7 +818,7 @@ def test_a_step_begins_once_pieces_are_taken_back(
     prefill = make("prefill").worker
     with ThreadPoolExecutor(1) as line, ThreadPoolExecutor(1) as runner:
         prefill.half._line = line if has_line else None
-        prefill.step(LendPiece(piece_params(prefill, "p/32", [3, 4], 32), TICKET))
+        lend_piece(prefill)
         prefill.until(lambda: num_pieces(prefill) == 1)
         with Blocked(prefill):
             begun = runner.submit(prefill.half.start_load, StepOrders([EndPieces(TICKET), WithdrawTicket(TICKET)]))
@@ -861,7 +836,7 @@ def test_a_step_that_waits_too_long_for_pieces_ends_the_worker(make: Make, monke
     options = Options.parse({"lease": {"grant_s": 0.5}})
     monkeypatch.setattr("asynckv.integrations.vllm.worker.RECALL_S", 0.05)
     prefill = make("prefill", options=options).worker
-    prefill.step(LendPiece(piece_params(prefill, "p/32", [3, 4], 32), TICKET))
+    lend_piece(prefill)
     with Blocked(prefill), pytest.raises(TimeoutError, match="recall"):
         prefill.half.start_load(StepOrders([EndPieces(TICKET)]))
 
@@ -877,11 +852,10 @@ def test_pieces_are_taken_back_in_turn_although_a_drafter_runs(
         monkeypatch.setattr("asynckv.integrations.vllm.worker.OF_PIECES", (EndPieces,))
     with ThreadPoolExecutor(1) as line:
         prefill.half._line = line
-        prefill.step(LendPiece(piece_params(prefill, "p/32", [3, 4], 32), TICKET))
+        lend_piece(prefill)
         prefill.step(EndPieces(TICKET))
         passed.set()
         line.submit(lambda: None).result(WITHIN_S)
-        assert prefill.half._thread is not None
-        prefill.half._thread.recall([], WITHIN_S)
+        prefill.thread.recall([], WITHIN_S)
         assert num_pieces(prefill) == is_planted  # caught
         prefill.half.shutdown()

@@ -59,9 +59,8 @@ def workers() -> None:
     """Blocks are read by a worker."""
     import torch
 
-    from asynckv.embed.orders import Lend, Pull
     from asynckv.integrations.vllm.options import Options
-    from tests.vllm.test_worker import LAYERS, Side, group_params
+    from tests.vllm.test_worker import LAYERS, Side
 
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
 
@@ -71,10 +70,7 @@ def workers() -> None:
         prefill, decode = made("prefill"), made("decode")
         for tensor in prefill.tensors.values():
             tensor.copy_(torch.randn(tensor.shape))
-        params = group_params(prefill, "p", [7, 3])
-        prefill.step(Lend(params))
-        decode.step(Pull(request_id="d", groups=[(0, [2, 1])], params=params))
-        decode.until(lambda: decode.received == ["d"])
+        decode.load([(0, [2, 1])], prefill.lend("p", [7, 3]))
         prefill.until(lambda: prefill.sent == ["p"])
         for name, tensor in decode.tensors.items():
             assert torch.equal(tensor[[2, 1]], prefill.tensors[name][[7, 3]])
