@@ -1238,7 +1238,7 @@ def hanging(rank: Rank) -> Iterator[threading.Event]:
     go, begin = threading.Event(), rank.records.start
 
     def hang(*args: Any) -> Any:
-        assert go.wait(30.0)
+        assert go.wait(30.0), "the loop waits for the files"
         return begin(*args)
 
     rank.records.start = hang  # type: ignore[assignment, method-assign]
