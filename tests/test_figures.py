@@ -38,7 +38,7 @@ CONSTANTS: dict[str, dict[str, str]] = {
         "Torch and NIXL take 1.5 GB in": "the size of what pip installs",
         "or 5.2 GB if": "the same with CUDA",
         "takes about 2 minutes": "a wait, for which a reader decides to begin",
-        "CI take about 16 minutes": "the same",
+        "CI take about 20 minutes": "the same",
         "Python 3.11 or newer": "a version",
     },
     "docs/performance.md": {
