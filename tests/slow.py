@@ -32,7 +32,7 @@ PATIENT = [
         # These have engines and processes as well, and wait for events within many seconds.
         *("bench_compare", "bench_remote", "bench_sweep", "bench_vs_vllm", "cli", "docs", "doctor"),
         *("doctor_peer", "embed", "embed_examples", "events", "families", "inspect_ask", "leaks", "leaks_records"),
-        *("log_sink", "proxy", "public_clients", "release", "timeline_real"),
+        *("log_sink", "models", "proxy", "public_clients", "release", "timeline_real"),
     )
 ]
 PATIENT += [
