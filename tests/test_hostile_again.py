@@ -10,6 +10,7 @@ import pytest
 
 from asynckv import DecodeLedger, PlanRefused, PullConfig
 from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.head_start import _agreed
 from asynckv.core.pull import PullRequest
 from asynckv.core.types import Reason
 from asynckv.embed import Cancel, Failed, Finished, Offer
@@ -17,6 +18,7 @@ from asynckv.errors import NoOffer, PullCancelled
 from tests.engines import Bench, turn_loop, until
 from tests.test_follows import TICKET, target_of
 from tests.test_head_start import HERE, THERE, Service
+from tests.world import BLOCK
 
 
 @pytest.mark.parametrize("is_early", [False, True])
@@ -176,3 +178,9 @@ def test_a_ticket_that_is_followed_on_to_be_released_can_be_followed_anew() -> N
     assert anew.params == params
     assert not lease.is_over, "the earlier follow has released it"
     assert decode.inspect.check_integrity() == []
+
+
+def test_tokens_without_a_hash_on_either_side_are_not_taken_for_the_same() -> None:
+    made = {"hashes": ["a"], "hash_tokens": BLOCK}
+    service = Service()
+    assert _agreed(service.params(3, 0, "p/3", recall=True, **made), service.params(4, 0, "p", **made)) == BLOCK

@@ -117,6 +117,7 @@ def _agreed(piece: KVTransferParams, params: KVTransferParams) -> int:
     if every != params.hash_tokens or (piece.engine_id, piece.endpoints) != (params.engine_id, params.endpoints):
         return 0
     whole = piece.num_tokens // every if every else 0
-    if whole * every == piece.num_tokens * bool(every) and piece.hashes[:whole] == params.hashes[:whole]:
+    is_whole = whole * every == piece.num_tokens * bool(every) and whole <= len(piece.hashes)
+    if is_whole and piece.hashes[:whole] == params.hashes[:whole]:
         return piece.num_tokens
     return common_prefix(piece.hashes, params.hashes, every, piece.num_tokens)
