@@ -8,26 +8,30 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv import DecodeLedger, PlanRefused, PullConfig
+from asynckv import DecodeLedger, PlanRefused
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.head_start import _agreed
 from asynckv.core.pull import PullRequest
 from asynckv.core.types import Reason
 from asynckv.embed import Cancel, Failed, Finished, Offer
 from asynckv.errors import NoOffer, PullCancelled
-from tests.engines import Bench, turn_loop, until
+from tests.engines import Bench, pass_until, turn_loop, until
 from tests.test_follows import TICKET, target_of
 from tests.test_head_start import HERE, THERE, Service
 from tests.world import BLOCK
 
 
-@pytest.mark.parametrize("is_early", [False, True])
-def test_a_pull_that_waits_for_a_piece_keeps_its_retries_when_the_connection_breaks(is_early: bool) -> None:
-    """What claims meanwhile is no attempt, so its failure is not the reader's last word."""
-    service = Service(pull=PullConfig(retries=2))
+@pytest.mark.parametrize("pieces", ["none", "read meanwhile", "read before"])
+def test_a_connection_that_breaks_once_costs_no_request_that_may_be_tried_again(pieces: str) -> None:
+    """What claims while a piece is read is no attempt, so its failure is not the reader's last word. An attempt after a
+    pause trusts nothing that pieces brought, because nothing holds the blocks meanwhile.
+    """
+    service = Service()
     world, (prefill,), (decode,) = service.world, service.prefill, service.decode
-    if is_early:
+    if pieces != "none":
         service.early(2)
+    if pieces == "read before":
+        world.run()
     params, (lease,) = service.lend()
     world.deliver_all()
     request = decode.core.pull(PullRequest("d", [(0, list(HERE))], params), 2, 60.0, world.time(decode))
@@ -35,6 +39,7 @@ def test_a_pull_that_waits_for_a_piece_keeps_its_retries_when_the_connection_bre
     world.deliver_all()
     (read,) = decode.reads
     world.tell(decode, TransferEnded(read, Ending.FAILED, "the connection broke", True))
+    decode.buffers.overwrite(HERE[0], 77)
     for _ in range(20):
         world.run(0.5)
     assert request.pull is not None
@@ -45,29 +50,6 @@ def test_a_pull_that_waits_for_a_piece_keeps_its_retries_when_the_connection_bre
     assert decode.core.is_idle
 
 
-def test_an_attempt_after_a_pause_trusts_nothing_that_pieces_brought() -> None:
-    """Nothing holds the blocks in the pause."""
-    service = Service()
-    world, (decode,) = service.world, service.decode
-    service.early(2)
-    world.run()
-    params, (lease,) = service.lend()
-    world.deliver_all()
-    request = decode.core.pull(PullRequest("d", [(0, list(HERE))], params), 2, 60.0, world.time(decode))
-    world.settle(decode)
-    world.deliver_all()
-    (read,) = decode.reads
-    assert request.pull is not None
-    world.tell(decode, TransferEnded(read, Ending.FAILED, "the connection broke", True))
-    decode.buffers.overwrite(HERE[0], 77)
-    for _ in range(20):
-        world.run(0.5)
-    assert request.pull.reason is Reason.COMPLETE, request.pull.detail
-    assert [decode.buffers.block(b) for b in HERE] == service.lent
-    assert lease.is_over
-
-
-@pytest.mark.anyio
 async def test_a_head_start_ends_whose_offer_comes_in_the_turn_in_which_its_time_is_over() -> None:
     """The core leaves the offer to the caller, which hears of the end alone."""
     bench = Bench(False)
@@ -95,14 +77,12 @@ async def test_a_head_start_ends_whose_offer_comes_in_the_turn_in_which_its_time
         with pytest.raises(NoOffer):
             await follow
         await decode.engine.returned("d")
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await turn_loop(20)
         assert len(core.ledger) == 0, "its blocks have not returned"
         assert lent.is_over, "nobody will read it"
         assert not core.is_early("d")
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("how", ["suspend", "aclose"])
 @pytest.mark.parametrize("is_early", [False, True])
 async def test_a_pull_that_its_own_engine_ends_is_cancelled_also_behind_a_piece(is_early: bool, how: str) -> None:
@@ -127,9 +107,7 @@ async def test_a_pull_that_its_own_engine_ends_is_cancelled_also_behind_a_piece(
         ending = asyncio.create_task(getattr(decode.engine, how)(0.0))
         await turn_loop(20)
         data.finish()
-        while not (pull.done() and ending.done()):
-            await asyncio.sleep(0)
-            bench.clock.advance(0.05)
+        await pass_until(bench, lambda: pull.done() and ending.done(), 0.05)
         with pytest.raises(PullCancelled) as caught:
             await pull
         assert caught.value.reason == "cancelled"

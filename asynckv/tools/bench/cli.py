@@ -65,7 +65,7 @@ def bench(context: typer.Context, **given: Any) -> None:
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     except OSError as exc:
-        if exc.errno != errno.ENOSPC:
+        if target is None or exc.errno != errno.ENOSPC:
             raise
         raise ConfigError(f"--log {target}: cannot be written: {exc.strerror}") from None
     result = report.make(experiment, found)
