@@ -413,7 +413,7 @@ class RankCore:
         reason, ahead = request.discharge, None if request.attempts else self.decode.by_request.get(name)
         if ahead is not None:
             ahead.kind, ahead.is_last = KIND.DISCHARGE, request.wanted.is_last  # the request itself is told and logged
-            self.decode.cancel(ahead, now, Reason.CANCELLED if reason in (None, Reason.ENGINE_CLOSED) else reason)
+            self.decode.cancel(ahead, now, reason or Reason.CANCELLED)
         elif reason is not None:
             with suppress(AsyncKVError):
                 self.let_go(request.wanted, reason, now)
@@ -527,7 +527,7 @@ class RankCore:
         for following in list(self.decode.follows.by_id.values()):
             self.decode.follows.end(following, Reason.ENGINE_CLOSED, "the engine was closed", now)
         for request in self.requests:
-            request.stop(Reason.ENGINE_CLOSED)
+            request.stop(Reason.ENGINE_CLOSED if request.attempts else Reason.CANCELLED)  # as pulls that have begun
             self._go_on(request, now)
 
     def shut(self, how: str = "draining") -> None:

@@ -165,8 +165,6 @@ def error_of(driver: Driver, pull: Pull) -> PullError:
 def _early(driver: Driver, request: Request) -> PullError:
     """Return the error of a request that ended before its first attempt. A piece may still write its blocks."""
     wanted, pull, reason = request.wanted, request.pull, request.stopped or Reason.TIMEOUT
-    if reason is Reason.ENGINE_CLOSED:
-        reason = Reason.CANCELLED  # by this engine, as any other pull
     is_cause = pull is not None and (pull.reason is reason or not pull.is_returned)  # else it ended long ago
     error = error_of(driver, pull) if pull is not None and is_cause and pull.reason is not Reason.COMPLETE else None
     if error is None or reason is Reason.CANCELLED:

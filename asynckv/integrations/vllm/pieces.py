@@ -66,7 +66,8 @@ class Pieces:
 
     def end(self, request_id: str) -> tuple[int, bool]:
         """Forget a request; return the tokens per hash of its pieces, and True if there are any."""
-        chunks, _ = self._of.pop(request_id, None), self._runs.pop(request_id, None)
+        self._runs.pop(request_id, None)
+        chunks = self._of.pop(request_id, None)
         return (0, False) if chunks is None else (chunks.every, chunks.has_pieces)
 
     def stop(self) -> None:
