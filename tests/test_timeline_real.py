@@ -119,9 +119,9 @@ async def test_a_clock_that_is_wrong_is_found_by_what_was_exchanged(tmp_path: Pa
     assert len(found) == 40
     for story in found:
         lease, pull = story.lanes
-        # In the picture causes come before effects, but for how late a line may be.
-        assert lease.bars[0].start <= pull.end
-        assert next(b.start for b in lease.bars if b.phase == "granted") <= pull.end
+        # In the picture causes come before effects, as far as lines that are late and two clocks allow.
+        (granted,) = (b.start for b in lease.bars if b.phase == "granted")
+        assert lease.start <= granted <= pull.end + pull.within_s
 
 
 async def test_a_clock_that_was_set_meanwhile_is_told(tmp_path: Path) -> None:

@@ -258,8 +258,8 @@ def _lease_lane(axis: Axis, lease: LoggedLease) -> Lane:
     grants = [start + x.claimed_s for x in lease.claims.values()]
     grants += [x.at for x in steps if isinstance(x.what, GrantedTo)]
     cuts = [("lent", start)]
-    if (first := min((x for x in grants if start <= x <= end), default=math.nan)) <= end:
-        cuts.append(("granted", first))
+    if grants := [min(x, end) for x in grants if x >= start]:  # lines are late, so their sums may be after the last
+        cuts.append(("granted", min(grants)))
     if (ending := next((s.at for s in steps if isinstance(s.what, Revoked)), math.nan)) <= end:
         cuts.append(("ending", ending))
     fields = {
@@ -273,7 +273,7 @@ def _lease_lane(axis: Axis, lease: LoggedLease) -> Lane:
     bars = [
         Bar(phase, at, until, note=unknown, is_open=is_open and until == end)
         for (phase, at), (_, until) in itertools.pairwise([*cuts, ("", end)])
-        if until > at or len(cuts) == 1
+        if until > at or phase == cuts[-1][0]
     ]
     return _lane(axis, process, "prefill", "lease", bars, {name: x for name, x in fields.items() if x})
 
