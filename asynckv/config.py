@@ -1,6 +1,6 @@
 """The engine's configuration: frozen, checked once, with defaults that suit production.
 
-Durations are seconds, sizes bytes. `docs/embedding.md` names those that matter first.
+Durations are seconds, sizes bytes.
 """
 
 from __future__ import annotations

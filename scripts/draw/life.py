@@ -1,7 +1,7 @@
 """Draw the first two pictures that a reader sees: the life of a request, and the calls between processes.
 
 In the life, time runs downwards. The left side shows the blocks of a prefill rank, the right side the work of a decode
-rank. It is drawn by hand from `docs/structure.md`, "The life of a request". Two bars on the right show the key idea:
+rank. It is drawn by hand from `docs/structure.md`, "A request's life". Two bars on the right show the key idea:
 bytes are believed if the reads end before the grant does.
 """
 

@@ -807,7 +807,7 @@ class _Link:
         self._turn, self._on_turn, self._door, self._loop = turn, on_turn, door, turn.loop
         self._made_at = self._loop.time()
         self.endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.is_refused = False  # as libzmq reports it (`docs/reliability.md` has an exception)
+        self.is_refused = False  # as libzmq reports it
         self.name: tuple[str, str] | None = None  # the host name and its IP address, if the address has a name
         self._heard = 0, 0.0  # messages received at the last check that saw more, and its time
         self.error = 0  # error number of the last failed send: `EHOSTUNREACH` if the connection has ended
