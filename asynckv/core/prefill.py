@@ -183,18 +183,16 @@ class PrefillSide:
         if is_piece:
             lease.scheduled_at = -math.inf  # it is never woken
             self.offers.lend_piece(ticket, lease, params)
-            self._unparked += self._take_parked(key)
-            self._receive_parked(now)
-            return lease
-        self.leases[key] = lease
-        self._outbox.counters["leases.lent"] += 1
-        if (forgotten := self._forgotten.pop(key, None)) is not None:
-            lease.turned_down(forgotten)
-        if self._outbox.trace:
-            self._outbox.commands.append(Traced(lease, tuple(lease.history)))
-        self._timers.wake(lease, min(lease.expires_at, lease.look_at, lease.warn_at))
-        if ticket:
-            self.offers.lend(ticket, lease, params)  # before early releases, which may end the lease at once
+        else:
+            self.leases[key] = lease
+            self._outbox.counters["leases.lent"] += 1
+            if (forgotten := self._forgotten.pop(key, None)) is not None:
+                lease.turned_down(forgotten)
+            if self._outbox.trace:
+                self._outbox.commands.append(Traced(lease, tuple(lease.history)))
+            self._timers.wake(lease, min(lease.expires_at, lease.look_at, lease.warn_at))
+            if ticket:
+                self.offers.lend(ticket, lease, params)  # before early releases, which may end the lease at once
         if key in self.parking.by_key or key in self._claimed:
             self._unparked += self._take_parked(key)
             self._receive_parked(now)
