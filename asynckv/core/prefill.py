@@ -468,17 +468,14 @@ class PrefillSide:
             reason = Reason.UNKNOWN
         if reason is None and self.closed_as:
             reason = Reason.ENGINE_CLOSED
-        if isinstance(message, Release):
-            if reason is None:
-                self._park(message, reply_to, sender, now, proven)
-                return
+        if reason is None and not isinstance(message, Renew):
+            self._park(message, reply_to, sender, now, proven)
+        elif isinstance(message, Release):
             # Nothing is owed any more, and an acknowledgement ends the repeats.
             self._outbox.counters["release.late"] += 1
             self._outbox.send(reply_to, sender, Ack(key, message.pull_id))
-        elif reason is not None or isinstance(message, Renew):
-            self._refuse(message, reply_to, sender, reason or Reason.UNKNOWN, str(ended or ""))
         else:
-            self._park(message, reply_to, sender, now, proven)
+            self._refuse(message, reply_to, sender, reason or Reason.UNKNOWN, str(ended or ""))
 
     def _refuse(self, message: Claim | Renew, reply_to: ReplyTo, sender: str, reason: Reason, detail: str = "") -> None:
         self._outbox.counters[f"refused.{reason}"] += 1
