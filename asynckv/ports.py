@@ -20,7 +20,6 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -116,16 +115,14 @@ class AgentInfo(NamedTuple):
     packing: Packing | None = None  # its memory for packed copies; None if it makes none
 
 
-@dataclass(frozen=True, slots=True)
-class AgentLost:
+class AgentLost(NamedTuple):
     """The agent that remote readers reach has ended. Another follows (`AgentReplaced`). Our own reads go on."""
 
     cause: str
     pause_s: float = 0.0  # seconds until the next one serves, because too many have ended
 
 
-@dataclass(frozen=True, slots=True)
-class AgentReplaced:
+class AgentReplaced(NamedTuple):
     """Another agent serves the same memory, under another name."""
 
     agent: AgentInfo
@@ -133,8 +130,7 @@ class AgentReplaced:
     seconds: float  # seconds without an agent
 
 
-@dataclass(frozen=True, slots=True)
-class CopyMade:
+class CopyMade(NamedTuple):
     """A packed copy is in its slot; or not, for a cause."""
 
     slot: int

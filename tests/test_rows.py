@@ -166,7 +166,7 @@ def check_pull() -> None:
             assert drains or S.DRAINING in [text for _, text in it.pull.history]
     # The usual way.
     it = Attempt()
-    assert it.pull.start(lists_of(2), 100.0, it.later()) == [Effect.EXPECT]
+    assert it.pull.start(lists_of(2), 100.0, it.later()) == []
     assert it.pull.routed([TABLES], it.later()) == [Effect.SEND, Effect.QUEUE]
     list(it.pull.make_messages(itertools.count(1), it.later()))
     assert it.pull.admitted([(it.source, plan_read(TABLES, lists_of(2)))], it.later()) == [Effect.POST]

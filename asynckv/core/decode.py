@@ -626,9 +626,6 @@ class DecodeSide:
                 case DO.LEAVE:
                     self.entered.pop(pull, None)
                     self.admission.leave(pull.pull_id)
-                case DO.EXPECT:
-                    if not at_once:  # else QUEUE follows in this same list of effects
-                        self.admission.expect(pull.route.flow, pull.pull_id)
                 case DO.TELL:
                     effects += self._tell_outcome(pull, now)
                 case DO.RETURN:

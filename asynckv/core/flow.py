@@ -34,8 +34,8 @@ FlowKey = tuple[Place, ...]  # places of all ranks that a pull answers for: one 
 # -- pulls -------------------------------------------------------------------------------------------
 
 
-COMING, WAITING, READING = range(3)  # rooms of a pull: it meets its ranks, waits for its turn, or was admitted
-NO_PULLS = (0, 0, 0)
+WAITING, READING = range(2)  # rooms of a pull: it waits for its turn, or was admitted
+NO_PULLS = (0, 0)
 
 
 class PullPlace(Struct, eq=False):
@@ -67,7 +67,7 @@ class Admission:
         self._numbers = itertools.count()
 
     def _move(self, pull_id: PullId, flow: Flow, room: int) -> None:
-        """Put a pull into a room of its flow. Only this method and `leave` move a pull."""
+        """Put a pull into a room of its flow. Besides, `enter` admits a pull that has no room yet."""
         before = self._places.pop(pull_id, None)
         if before is not None:
             flow.num[before.room] -= 1
@@ -78,17 +78,6 @@ class Admission:
         self._num_counted += room == READING
         self._places[pull_id] = PullPlace(flow, room, room == READING)
 
-    def expect(self, key: FlowKey, pull_id: PullId) -> None:
-        """Note that a pull will `ask` once its ranks are met."""
-        if pull_id not in self._places:
-            self._move(pull_id, self._flow(key), COMING)
-
-    def _flow(self, key: FlowKey) -> Flow:
-        flow = self._flows.get(key)
-        if flow is None:
-            flow = self._flows[key] = Flow(key)
-        return flow
-
     def enter(self, key: FlowKey, pull_id: PullId) -> bool:
         if self.turns or self._num_counted >= self._total:
             return False
@@ -97,9 +86,6 @@ class Admission:
             flow = self._flows[key] = Flow(key)
         if flow.num[WAITING] or flow.num[READING] >= self._window:
             return False
-        if pull_id in self._places:
-            self._move(pull_id, flow, READING)
-            return True
         flow.num[READING] += 1
         self.num[READING] += 1
         self._num_counted += 1
@@ -108,7 +94,7 @@ class Admission:
 
     def ask(self, key: FlowKey, pull_id: PullId, priority: int, arrival: int) -> None:
         """Queue a pull by priority and arrival. `next` returns it when it may go on."""
-        flow = self._flow(key)
+        flow = self._flows.setdefault(key, Flow(key))
         self._move(pull_id, flow, WAITING)
         heapq.heappush(flow.order, (priority, arrival, pull_id))
         self._enlist(flow)

@@ -183,18 +183,16 @@ class PrefillSide:
         if is_piece:
             lease.scheduled_at = -math.inf  # it is never woken
             self.offers.lend_piece(ticket, lease, params)
-            self._unparked += self._take_parked(key)
-            self._receive_parked(now)
-            return lease
-        self.leases[key] = lease
-        self._outbox.counters["leases.lent"] += 1
-        if (forgotten := self._forgotten.pop(key, None)) is not None:
-            lease.turned_down(forgotten)
-        if self._outbox.trace:
-            self._outbox.commands.append(Traced(lease, tuple(lease.history)))
-        self._timers.wake(lease, min(lease.expires_at, lease.look_at, lease.warn_at))
-        if ticket:
-            self.offers.lend(ticket, lease, params)  # before early releases, which may end the lease at once
+        else:
+            self.leases[key] = lease
+            self._outbox.counters["leases.lent"] += 1
+            if (forgotten := self._forgotten.pop(key, None)) is not None:
+                lease.turned_down(forgotten)
+            if self._outbox.trace:
+                self._outbox.commands.append(Traced(lease, tuple(lease.history)))
+            self._timers.wake(lease, min(lease.expires_at, lease.look_at, lease.warn_at))
+            if ticket:
+                self.offers.lend(ticket, lease, params)  # before early releases, which may end the lease at once
         if key in self.parking.by_key or key in self._claimed:
             self._unparked += self._take_parked(key)
             self._receive_parked(now)
@@ -470,17 +468,14 @@ class PrefillSide:
             reason = Reason.UNKNOWN
         if reason is None and self.closed_as:
             reason = Reason.ENGINE_CLOSED
-        if isinstance(message, Release):
-            if reason is None:
-                self._park(message, reply_to, sender, now, proven)
-                return
+        if reason is None and not isinstance(message, Renew):
+            self._park(message, reply_to, sender, now, proven)
+        elif isinstance(message, Release):
             # Nothing is owed any more, and an acknowledgement ends the repeats.
             self._outbox.counters["release.late"] += 1
             self._outbox.send(reply_to, sender, Ack(key, message.pull_id))
-        elif reason is not None or isinstance(message, Renew):
-            self._refuse(message, reply_to, sender, reason or Reason.UNKNOWN, str(ended or ""))
         else:
-            self._park(message, reply_to, sender, now, proven)
+            self._refuse(message, reply_to, sender, reason or Reason.UNKNOWN, str(ended or ""))
 
     def _refuse(self, message: Claim | Renew, reply_to: ReplyTo, sender: str, reason: Reason, detail: str = "") -> None:
         self._outbox.counters[f"refused.{reason}"] += 1

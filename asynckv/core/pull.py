@@ -80,7 +80,6 @@ class PullEvent(enum.StrEnum):
 
 
 class Effect(enum.Enum):
-    EXPECT = enum.auto()  # the pull will ask to read once its ranks are met
     QUEUE = enum.auto()
     POST = enum.auto()
     DETACH = enum.auto()  # staged reads that still run place nothing any more, so the blocks need not wait for them
@@ -671,8 +670,6 @@ class Pull:
             for source in sources:
                 source.may_post = False
         match after:
-            case S.CONNECTING:
-                effects.append(DO.EXPECT)
             case S.QUEUED:
                 if before is S.CONFIRMING:
                     self._read_again(now)
@@ -692,7 +689,7 @@ class Pull:
                 effects.append(DO.FINISH)
             case S.DRAINING:
                 effects.append(DO.DETACH)
-            case S.ANNOUNCED:
+            case S.ANNOUNCED | S.CONNECTING:
                 pass
             case _:
                 assert_never(after)

@@ -136,6 +136,14 @@ class Unwelcome(Struct, frozen=True, array_like=True, tag=3, gc=False):
         _check_reason(self.reason, UNWELCOME)
 
 
+class _OfPull(Struct, frozen=True, array_like=True, gc=False):
+    """A message about one pull. The nonce names a transmission, or a packed copy, and the answer returns it."""
+
+    key: Key
+    pull_id: PullText
+    nonce: Nonce
+
+
 class Claim(Struct, frozen=True, array_like=True, tag=4, gc=False):
     """Ask for a grant: the promise that the lent blocks stay unchanged. Sent together with the read."""
 
@@ -148,44 +156,31 @@ class Claim(Struct, frozen=True, array_like=True, tag=4, gc=False):
     seconds: Seconds  # longest time that the reader still needs
 
 
-class Renew(Struct, frozen=True, array_like=True, tag=5, gc=False):
+class Renew(_OfPull, frozen=True, tag=5):
     """Ask to extend an earlier grant."""
 
-    key: Key
-    pull_id: PullText
-    nonce: Nonce
     seconds: Seconds
 
 
-class Granted(Struct, frozen=True, array_like=True, tag=6, gc=False):
+class Granted(_OfPull, frozen=True, tag=6):
     """Promise that the blocks stay unchanged for `seconds`, counted from any moment before this was sent.
 
     The blocks have been lent for at least `lent_for_s`. Params may travel ahead of the data, so a read that began
     earlier than that may have read other data.
     """
 
-    key: Key
-    pull_id: PullText
-    nonce: Nonce
     seconds: Seconds
     lent_for_s: Seconds
 
 
-class NotYet(Struct, frozen=True, array_like=True, tag=7, gc=False):
+class NotYet(_OfPull, frozen=True, tag=7):
     """Say that the request is not lent yet. The claim is answered once it is, if that is soon and there was room for
     it. The reader repeats the claim in any case."""
 
-    key: Key
-    pull_id: PullText
-    nonce: Nonce
 
-
-class Refused(Struct, frozen=True, array_like=True, tag=8, gc=False):
+class Refused(_OfPull, frozen=True, tag=8):
     """Refuse a grant to this pull, now and for ever."""
 
-    key: Key
-    pull_id: PullText
-    nonce: Nonce
     reason: Reason
     detail: Detail = ""
 
@@ -255,77 +250,59 @@ class Draining(Struct, frozen=True, array_like=True, tag=16, gc=False):
     """
 
 
-class Pack(Struct, frozen=True, array_like=True, tag=17, gc=False):
+class Pack(_OfPull, frozen=True, tag=17):
     """Ask for a packed copy of blocks that a grant of this pull promises. Sent to ranks with memory for packed copies.
 
-    The answer is `Packed`. It may be late or lost, and the reader does not wait for it for long.
+    The answer is `Packed`. It may be late or lost, and the reader does not wait for it for long. The nonce names the
+    copy, and is unique among those of the reader's process start.
     """
 
-    key: Key
-    pull_id: PullText
-    nonce: Nonce  # name of the copy, unique among those of the reader's process start
     recipe: Recipe
 
 
-class Packed(Struct, frozen=True, array_like=True, tag=18, gc=False):
+class Packed(_OfPull, frozen=True, tag=18):
     """Name the slot with a packed copy, which stays as it is for as long as the grant; or refuse to make one."""
 
-    key: Key
-    pull_id: PullText
-    nonce: Nonce
     slot: Annotated[int, Meta(ge=-1, lt=65_536)]
     """-1: the rank makes no copy, now or at all, so that the reader reads the blocks."""
 
 
-class Unpack(Struct, frozen=True, array_like=True, tag=19, gc=False):
+class Unpack(_OfPull, frozen=True, tag=19):
     """Say that a packed copy is not read any more. A release says so of all copies of its pull."""
 
-    key: Key
-    pull_id: PullText
+
+class _OfTicket(Struct, frozen=True, array_like=True, gc=False):
+    ticket: Ticket
     nonce: Nonce
 
+    def __repr__(self) -> str:
+        """Show a message in texts such as tracebacks, which must not reveal a ticket or the key in params."""
+        return f"{type(self).__name__}(nonce={self.nonce})"
 
-def _without_secrets(self: Follow | Unfollow | Offered) -> str:
-    """Show a message in texts such as tracebacks, which must not reveal a ticket or the key in params."""
-    return f"{type(self).__name__}(nonce={self.nonce})"
 
-
-class Follow(Struct, frozen=True, array_like=True, tag=20, gc=False):
+class Follow(_OfTicket, frozen=True, tag=20):
     """Ask to be told the params of the request that brings a ticket to the prefill engine, once it is lent.
 
     A ticket that the rank does not know may be ahead of its request. Its follower is parked, and repeats this.
     """
 
-    ticket: Ticket
-    nonce: Nonce
     cohort: Cohort
     have: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] = -1
     """Tokens that the follower has, without a gap. It may be offered a piece behind these. -1: the request alone."""
 
-    __repr__ = _without_secrets
 
-
-class Unfollow(Struct, frozen=True, array_like=True, tag=21, gc=False):
+class Unfollow(_OfTicket, frozen=True, tag=21):
     """Say that a follower wants no offer any more."""
 
-    ticket: Ticket
-    nonce: Nonce
 
-    __repr__ = _without_secrets
-
-
-class Offered(Struct, frozen=True, array_like=True, tag=22, gc=False):
+class Offered(_OfTicket, frozen=True, tag=22):
     """Tell a follower the params of its request, which is lent; or the reason why it will not be, or is no more."""
 
-    ticket: Ticket
-    nonce: Nonce
     params: Raw = Raw(b"\xc0")
     """Encoded `KVTransferParams`, or None. `decode_offer` checks its length first."""
     reason: Reason | None = None
     detail: Detail = ""
     is_piece: bool = False  # True if the params are of a finished part of the request, which is computed on
-
-    __repr__ = _without_secrets
 
     def __post_init__(self) -> None:
         if self.reason is not None:

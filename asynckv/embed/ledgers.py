@@ -616,14 +616,12 @@ class DecodeLedger(_Ledger):
     def _fail(self, fetch: Fetch, rank: int, error: Exception) -> None:
         """Record a failure, and cancel the pull on the other ranks, because their parts are not needed any more."""
         fetch.errors.setdefault(rank, error)  # that it is not offered, before that its head start was cancelled
-        is_unbegun = not getattr(error, "failed_in", "") and rank not in self._missing
-        if is_unbegun and not fetch.is_released:
-            # This rank released nothing, so it needs the params. On the others the same order only ends the pull.
-            fetch.is_released = True
-            self._order(Cancel(fetch.name, fetch.lent, follows_on=fetch.params is None))
-        elif fetch.state is State.EARLY:
-            # The ranks follow on, and one that has failed here does not know the params that came since. What is
-            # offered later is released, because its prefill engine does not know of the failure.
+        is_unbegun = not getattr(error, "failed_in", "") and rank not in self._missing and not fetch.is_released
+        fetch.is_released |= is_unbegun
+        if is_unbegun or fetch.state is State.EARLY:
+            # A rank that failed before it began released nothing, so it needs the params. On the others the same order
+            # only ends the pull. In a head start the ranks follow on, and one that has failed does not know the params
+            # that came since. What is offered later is released, because its prefill engine does not know of it.
             self._order(Cancel(fetch.name, fetch.lent, follows_on=fetch.params is None))
         elif fetch.state is State.PULLING and fetch.ranks:
             self._order(Cancel(fetch.name))

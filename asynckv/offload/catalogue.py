@@ -67,7 +67,6 @@ class Catalogue:
         self.jobs, self.pins = self._jobs.by_name, self._jobs.pins
         self._cutting = Cutting(self.groups, self.host, self.file, self._jobs, self.traffic)
         self._write_back = WriteBack(self.groups, self.host, self.file, self.traffic)
-        self._tick = 0
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -148,7 +147,7 @@ class Catalogue:
             made = make_room(self.groups, self.host, self.file, mine, new, used[0])
         else:
             made = [
-                self.host.make(g, [mine[g][position] for position in some], self._tick) for g, some in enumerate(new)
+                self.host.make(g, [mine[g][position] for position in some], spares=True) for g, some in enumerate(new)
             ]
         for g, (entries, some) in enumerate(zip(made, new, strict=True)):
             self._jobs.do_all(job, list(map(Item, some, entries)))
@@ -497,9 +496,8 @@ class Catalogue:
             tier.use(self._used(tier, mine, where))
 
     def _tick_on(self) -> None:
-        self._tick += 1
-        for tier in self._tiers():
-            tier.tick = self._tick
+        for tier in (self.host, self.file):
+            tier.tick += 1
 
     def _used(self, tier: Tier, mine: list[list[bytes]], where: list[Sequence[int]]) -> list[Entry]:
         found: list[Entry] = []

@@ -178,7 +178,7 @@ def make_room(
     made: list[list[Entry]] = [[] for _ in groups]
     # Groups that must take chunks of others come first, before the owners put new blocks into these chunks.
     for at in sorted(range(len(groups)), key=lambda at: room.short(wanted, kinds[at]), reverse=True):
-        made[at] = host.make(at, [keys[at][place] for place in new[at][: counts[at]]], host.tick)
+        made[at] = host.make(at, [keys[at][place] for place in new[at][: counts[at]]], spares=True)
     host.may_take = math.inf
     if (have := [*map(len, made)]) != counts:  # one group took a chunk that another needed
         counts = fitting(lambda counts: all(n <= m for n, m in zip(counts, have, strict=True)))

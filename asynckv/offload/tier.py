@@ -61,11 +61,11 @@ class Tier:
         self._in_chunk: list[set[Entry]] = [set() for _ in range(self.slots.num_chunks)]  # if sizes are mixed
         self._used = [0] * self.slots.num_chunks  # tick of the last use in each chunk
 
-    def make(self, group: int, hashes: Sequence[bytes], spare: int = -1) -> list[Entry]:
-        """Make entries for as many blocks as there is room for; entries used in the tick `spare` are not evicted."""
+    def make(self, group: int, hashes: Sequence[bytes], *, spares: bool = False) -> list[Entry]:
+        """Make entries for as many blocks as there is room for; if it `spares`, entries used in this tick stay."""
         if not self.takes_more:
             return []
-        kind, self._spared = self.slots.kinds[group], spare
+        kind, self._spared = self.slots.kinds[group], self.tick if spares else -1
         while self.slots.reserve(kind, len(hashes)) < len(hashes) and self._evict(kind):
             pass
         slots = self.slots.take(kind, len(hashes))

@@ -48,7 +48,7 @@ class Stopwatch:
 
 
 def wrong_in_admission(admission: Admission, queued: set[PullId], reading: set[PullId]) -> list[str]:
-    """List contradictions, given the pulls that should be queued and that may be in flight or on their way."""
+    """List contradictions, given the pulls that should be queued and that may be in flight."""
     wrong = [f"pull {p} should wait, and does not" for p in sorted(queued) if not admission.waits(p)]
     stray = admission._places.keys() - queued - reading
     return wrong + [f"pull {p} should not wait or count" for p in sorted(stray)]
@@ -73,7 +73,7 @@ def wrong_in(decode: DecodeSide) -> list[str]:
     if decode.started != {p.pull_id for p in unfinished if p.lists is not None}:
         wrong.append(f"{len(decode.started)} pulls count as started without an outcome, which is not so")
     queued = {p.pull_id for p in unfinished if p.is_queued and decode.can_read(p)}
-    moving = (PullState.CONNECTING, PullState.READING, PullState.DRAINING)
+    moving = (PullState.READING, PullState.DRAINING)
     reading = {p.pull_id for p in unfinished if p.state in moving or p.is_queued}
     wrong += wrong_in_admission(decode.admission, queued, reading)
     wrong += wrong_in_flight(decode.posting.in_flight, decode.transfers)
