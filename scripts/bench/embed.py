@@ -26,11 +26,9 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from asynckv import Engine, EngineConfig, EngineDesk, EngineThread, Finished, LogConfig, Order, PrefillRanks, Pull
-from asynckv.core.types import Endpoint
 from asynckv.tools.bench import garbage
 from asynckv.tools.bench.memory import Pool
 from asynckv.tools.bench.report import quantiles
@@ -247,7 +245,7 @@ async def measure(name: str, rounds: int) -> dict[str, Any]:
     alone = []
     async with Fleet() as fleet:
         lender = await fleet.start("prefill", "scripts.bench.embed:Prefill")
-        group = PrefillRanks("prefill", [msgspec.convert(await lender.ask("endpoint"), Endpoint)])
+        group = PrefillRanks("prefill", [await lender.ask("endpoint")])
         config = EngineConfig(engine_id="decode", log=LogConfig(successes_per_s=0.0, slow_per_s=0.0, held_fraction=0.0))
         for number in range(rounds):
             for _ in range(max(3, case.steps // 4)):
