@@ -397,12 +397,6 @@ class Alone:
         self._case = case
         configure_logging("error")
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
     async def figures(self) -> Figures:
         return await CASES[self._case]()
 

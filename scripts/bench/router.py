@@ -146,12 +146,6 @@ class Plain(Served):
 class Load:
     """A generator of load, which reads answers without a library, so that it is cheap."""
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
     async def send(self, port: int, clients: int, each: int) -> dict[str, Any]:
         body = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 20, "stream": True}).encode()
         head = (
