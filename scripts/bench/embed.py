@@ -24,6 +24,7 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -139,23 +140,14 @@ class Run:
     latency_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def take(self, finished: Finished) -> None:
+    def _take(self, finished: Finished) -> None:
         now = time.perf_counter()
         self.latency_s += [now - self.asked_at.pop(result.request_id) for result in finished.finished_recving]
         for failed in finished.failed:
             del self.asked_at[failed.request_id]
             self.problems.append(repr(failed.error))
 
-    def ask(self, orders: Sequence[Order]) -> None:
-        now = time.perf_counter()
-        self.asked_at |= {order.request_id: now for order in orders if isinstance(order, Pull)}
-
-    def measured(self, call_s: float, call_cpu_s: float, step_s: float) -> None:
-        self.call_s.append(call_s)
-        self.call_cpu_s.append(call_cpu_s)
-        self.step_s.append(step_s)
-
-    def steps(self, plan: Sequence[Sequence[Order]]) -> Iterator[Sequence[Order]]:
+    def _steps(self, plan: Sequence[Sequence[Order]]) -> Iterator[Sequence[Order]]:
         """Yield the orders of every step, then empty ones until all requests ended; the first step is not measured."""
         yield plan[0]
         yield from self._until_all_ended()
@@ -172,48 +164,44 @@ class Run:
                 return
             yield ()
 
+    def driven(
+        self, desk: EngineThread | EngineDesk, plan: Sequence[Sequence[Order]], wait: Callable[[], object] | None = None
+    ) -> Iterator[None]:
+        """Take all steps of a plan, and yield where the work of each is to be done."""
+        for orders in self._steps(plan):
+            now = time.perf_counter()
+            self.asked_at |= {order.request_id: now for order in orders if isinstance(order, Pull)}
+            began, cpu = time.perf_counter(), time.thread_time()
+            desk.submit(orders)
+            handed, spent = time.perf_counter(), time.thread_time() - cpu
+            yield
+            worked, cpu = time.perf_counter(), time.thread_time()
+            if wait and self.asked_at:
+                wait()
+            finished = desk.take_finished()
+            ended, spent = time.perf_counter(), spent + time.thread_time() - cpu
+            self._take(finished)
+            self.call_s.append(handed - began + ended - worked)
+            self.call_cpu_s.append(spent)
+            self.step_s.append(ended - began)
+
 
 def threaded(
     config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], work: Callable[[], None], wait_s: float = 0.0
 ) -> Run:
     run = Run()
     with EngineThread(config, pool.registration, switch_interval_s=None) as engine:  # set by `--switch-interval`
-        for orders in run.steps(plan):
-            run.ask(orders)
-            began, cpu = time.perf_counter(), time.thread_time()
-            engine.submit(orders)
-            handed, spent = time.perf_counter(), time.thread_time() - cpu
+        for _ in run.driven(engine, plan, partial(engine.wait, wait_s) if wait_s else None):
             work()
-            worked, cpu = time.perf_counter(), time.thread_time()
-            if wait_s and run.asked_at:
-                engine.wait(wait_s)
-            finished = engine.take_finished()
-            ended, spent = time.perf_counter(), spent + time.thread_time() - cpu
-            run.take(finished)
-            run.measured(handed - began + ended - worked, spent, ended - began)
     return run
-
-
-def patient(config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], work: Callable[[], None]) -> Run:
-    return threaded(config, pool, plan, work, WAIT_S)
 
 
 def native(config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], work: Callable[[], None]) -> Run:
     async def main() -> Run:
         run = Run()
         async with Engine(config, pool.registration) as engine:
-            desk = EngineDesk(engine)
-            for orders in run.steps(plan):
-                run.ask(orders)
-                began, cpu = time.perf_counter(), time.thread_time()
-                desk.submit(orders)
-                handed, spent = time.perf_counter(), time.thread_time() - cpu
+            for _ in run.driven(EngineDesk(engine), plan):
                 await asyncio.to_thread(work)
-                worked, cpu = time.perf_counter(), time.thread_time()
-                finished = desk.take_finished()
-                ended, spent = time.perf_counter(), spent + time.thread_time() - cpu
-                run.take(finished)
-                run.measured(handed - began + ended - worked, spent, ended - began)
         return run
 
     return asyncio.run(main())
@@ -222,7 +210,7 @@ def native(config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], wo
 WAYS: dict[str, Callable[[EngineConfig, Pool, Sequence[Sequence[Order]], Callable[[], None]], Run]] = {
     "native": native,
     "thread": threaded,
-    "thread + wait": patient,
+    "thread + wait": partial(threaded, wait_s=WAIT_S),
 }
 
 
