@@ -286,16 +286,17 @@ async def planned(
 
 def bench(
     cases: Annotated[list[str] | None, typer.Argument(metavar="CASE", help="Cases to measure; by default all.")] = None,
-    rounds: Annotated[str, typer.Option(metavar="N", help="Rounds, in turns.")] = "3",
-    switch_interval: Annotated[str, typer.Option(metavar="US", help="sys.setswitchinterval, in microseconds.")] = "500",
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Rounds, in turns.")] = 3,
+    switch_interval: Annotated[
+        int, typer.Option(min=10, max=1_000_000, help="sys.setswitchinterval, in microseconds.")
+    ] = 500,
     json: command.Json = "-",
 ) -> int:
     """Measure the cost of each way to embed an engine for the worker's thread, with ratios to native asyncio."""
     names = command.chosen(cases, CASES, "case")
-    number = command.whole("--rounds", rounds, 1, 100)
-    sys.setswitchinterval(command.whole("--switch-interval", switch_interval, 10, 1_000_000) / 1e6)
+    sys.setswitchinterval(switch_interval / 1e6)
     garbage.settle()
-    return command.report(json, [lambda name=name: asyncio.run(measure(name, number)) for name in names])  # type: ignore[misc]
+    return command.report(json, [lambda name=name: asyncio.run(measure(name, rounds)) for name in names])  # type: ignore[misc]
 
 
 main = command.script(bench, command.listed(ABOUT))

@@ -281,8 +281,8 @@ async def _compare(arms: dict[str, Arm], names: list[str], rounds: int, spin: in
 
 def router(
     cases: command.Scenarios = None,
-    rounds: Annotated[str, typer.Option(metavar="N", help="Turns of each router.")] = "3",
-    spin: Annotated[str, typer.Option(metavar="N", help="Processes that burn a core each meanwhile.")] = "0",
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Turns of each router.")] = 3,
+    spin: Annotated[int, typer.Option(min=0, max=64, help="Processes that burn a core each meanwhile.")] = 0,
     vllm_router: Annotated[str, typer.Option(metavar="FILE", help="Also compare this program, vllm-router.")] = "",
     json: command.Json = "-",
 ) -> int:
@@ -292,9 +292,8 @@ def router(
     if vllm_router:
         quiet = ("--policy", "round_robin", "--log-level", "error", "--prometheus-port", str(free_port()))
         arms["vllm-router"] = program(vllm_router, "--vllm-pd-disaggregation", *quiet)
-    number, busy = command.whole("--rounds", rounds, 1, 100), command.whole("--spin", spin, 0, 64)
     with command.output(json) as out:
-        asyncio.run(_compare(arms, chosen, number, busy, out))
+        asyncio.run(_compare(arms, chosen, rounds, spin, out))
     return 0
 
 
