@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import socket
 import statistics
@@ -22,21 +21,19 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 import aiohttp
 import typer
 from aiohttp import web
 
-from asynckv.edges.kernel import fields_of
 from asynckv.tools.bench.report import quantiles
+from asynckv.tools.diagnose.process import look
 from scripts import command
 from scripts.bench.versus.vllm_side import free_port
 from tests.lab.fleet import Fleet, memory_kib
 
 START_S, RUN_S, BACKLOG = 60.0, 300.0, 4096
-TICKS = os.sysconf("SC_CLK_TCK")
 PROMPT = " ".join(["word"] * 300)
 
 
@@ -213,11 +210,6 @@ async def _until_it_answers(port: int, body: bytes) -> None:
             await asyncio.sleep(0.1)
 
 
-def _cpu_s(pid: int) -> float:
-    fields = fields_of(Path(f"/proc/{pid}/stat"))
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
 Arm = Callable[[Fleet, str, str, int], contextlib.AbstractAsyncContextManager[tuple[int, int]]]
 
 
@@ -249,9 +241,9 @@ async def turn(arm: Arm, case: Case, spin: int) -> dict[str, Any]:
         await _until_it_answers(port, json.dumps({"model": "m", "prompt": PROMPT, "stream": True}).encode())
         for _ in range(spin):
             await stack.enter_async_context(_process(sys.executable, "-c", "while True: pass"))
-        cpu_s = _cpu_s(pid)
+        cpu_s = look(pid).cpu_s
         found = await load.ask("send", RUN_S, port=port, clients=case.clients, each=case.each)
-        cpu_s = _cpu_s(pid) - cpu_s
+        cpu_s = look(pid).cpu_s - cpu_s
         served = found["ends"].get("200", 0)
         return {
             "served": served,
