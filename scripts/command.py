@@ -103,17 +103,6 @@ def check_vllm(python: Path, source: Path) -> None:
         check(path.exists(), f"{option} {path} is not there; `tox run -e vllm` makes it")
 
 
-def whole(option: str, text: str, least: int, most: int) -> int:
-    """Return a number.
-
-    Raises:
-        ConfigError: The text is not a number, or is outside the range.
-    """
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise ConfigError(f"{option}: {text!r} is not a number in {least} ... {most}")
-    return int(text)
-
-
 @contextlib.contextmanager
 def output(target: str) -> Iterator[TextIO]:
     """Open the file of `--json`.

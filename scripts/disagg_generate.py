@@ -11,7 +11,7 @@ import json
 import sys
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -440,12 +440,6 @@ class Prefill:
         configure_logging("error")
         self._numbers = Numbers(**numbers)
         self._causes: asyncio.Future[list[str]] = asyncio.get_running_loop().create_future()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
 
     async def prefill(self, family: str) -> AsyncIterator[dict[str, Any]]:
         """Prefill and lend a family; yield the data that a reader needs."""

@@ -18,7 +18,7 @@ from asynckv.geometry.layout import Group, Layout, Memory, TokenShard, View, den
 from asynckv.geometry.match import predicted
 from asynckv.tools.plan import bound
 from asynckv.tools.plan.explain import explain, show
-from asynckv.tools.plan.layouts import model_layout
+from asynckv.tools.plan.layouts import model_bytes, model_layout
 from asynckv.tools.plan.models import PRESETS, Heads, Latent, Model
 from tests.commands import Command
 
@@ -133,7 +133,7 @@ def test_a_hybrid_from_one_rank_to_four_with_a_prefix() -> None:
     rows = {(p["part"], tuple(p["range"])) for g in report["ranks"][3]["reads"][0]["groups"] for p in g["parts"]}
     assert {("conv_x", (96, 128)), ("conv_b", (6, 8)), ("state", (96, 128)), ("k", (6, 8))} <= rows
     kv = (1008 - 500) * 2 * 2 * 128 * 2
-    assert report["ranks"][0]["bytes"] == kv + model.state_bytes() // 4
+    assert report["ranks"][0]["bytes"] == kv + model_bytes(model, "state") // 4
 
 
 def test_stages_and_a_full_hit() -> None:

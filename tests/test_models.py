@@ -21,7 +21,7 @@ from asynckv.geometry.match import assign, compare, remote_ranks
 from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.tables import GroupPair
 from asynckv.tools.plan import models
-from asynckv.tools.plan.layouts import CONV_ORDERS, ORDERS, model_groups, model_layout, with_addresses
+from asynckv.tools.plan.layouts import CONV_ORDERS, ORDERS, model_bytes, model_groups, model_layout, with_addresses
 from asynckv.tools.plan.models import (
     PRESETS,
     Heads,
@@ -68,10 +68,6 @@ def test_a_preset_is_found_in_any_case() -> None:
 def test_an_unknown_model_names_the_nearest_and_all() -> None:
     with pytest.raises(ConfigError, match=r"'lama-3.1-8b' is unknown; did you mean llama-3.1-8b\?.*qwen3-32b"):
         preset("lama-3.1-8b")
-
-
-def test_a_token_takes_keys_and_values_in_every_layer() -> None:
-    assert preset("llama-3.1-8b").token_bytes() == 2 * 32 * 8 * 128 * 2
 
 
 def test_head_dim_and_kv_heads_fall_back(tmp_path: Path) -> None:
@@ -394,7 +390,7 @@ def kinds_without(**fields: Any) -> list[Any]:
 )
 def test_a_quantised_cache_has_its_own_type(quantised: dict[str, Any]) -> None:
     model = model_of_config({**LLAMA, "quantization_config": quantised}, "m")
-    assert (model.dtype, model.token_bytes()) == ("float8_e4m3fn", 2 * 32 * 8 * 128)
+    assert (model.dtype, model_bytes(model, "tokens")) == ("float8_e4m3fn", 2 * 32 * 8 * 128)
     inner = {**LLAMA, "model_type": "llama", "quantization_config": quantised}
     assert model_of_config({"text_config": inner}, "m").dtype == "float8_e4m3fn"
     plain = model_of_config({**LLAMA, "quantization_config": {"quant_method": "awq", "kv_cache_scheme": None}}, "m")
@@ -407,8 +403,8 @@ def test_what_was_saved_in_32_bits_is_served_in_16() -> None:
 
 def test_an_index_takes_its_keys_and_scales() -> None:
     model = model_of_config({**LLAMA, "model_type": "deepseek_v32", **INDEXED}, "m")
-    assert model.token_bytes() == 32 * (576 * 2 + 132)
-    assert Model("m", (SPARSE,)).token_bytes() == (2 * 4 * 128 + 128) * 2
+    assert model_bytes(model, "tokens") == 32 * (576 * 2 + 132)
+    assert model_bytes(Model("m", (SPARSE,)), "tokens") == (2 * 4 * 128 + 128) * 2
     assert Model("m", (Heads(4, 128), SPARSE, SPARSE)).resized(layers=2).layers == (Heads(4, 128), SPARSE)
 
 
@@ -486,10 +482,11 @@ def test_a_smaller_model_keeps_one_layer_of_every_kind() -> None:
         preset("deepseek-v3").resized(layers=0)
 
 
-def test_what_a_request_takes() -> None:
+def test_what_a_token_and_a_request_take() -> None:
+    assert model_bytes(preset("llama-3.1-8b"), "tokens") == 2 * 32 * 8 * 128 * 2
     model = preset("bamba-9b")
-    assert model.token_bytes() == 3 * 2 * 8 * 128 * 2
-    assert model.state_bytes() == 29 * ((128 * 64 + 2 * 256) * 3 + 128 * 64 * 256) * 2
+    assert model_bytes(model, "tokens") == 3 * 2 * 8 * 128 * 2
+    assert model_bytes(model, "state") == 29 * ((128 * 64 + 2 * 256) * 3 + 128 * 64 * 256) * 2
 
 
 @pytest.mark.slow

@@ -11,25 +11,21 @@ from __future__ import annotations
 import asyncio
 import base64
 import statistics
-import sys
 import time
-from json import dumps
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 import typer
 import zmq
 import zmq.asyncio
 
 from asynckv import Engine, EngineConfig, PrefillRanks
-from asynckv.core.types import Endpoint
 from asynckv.edges.nic.nixl import load_nixl
 from asynckv.tools.bench.memory import Pool
-from asynckv.tools.bench.processes import Failure
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
+from scripts.bench.lender import Lender, tell
 from tests.lab.fleet import Fleet
 
 PIECE, PLACES, CHOSEN = 4096, 64, np.array([1, 32], np.int32)
@@ -38,23 +34,20 @@ GOAL = 2.0  # of the bare round trip, at most
 ANSWER_S = 10.0
 
 
-class Side:
+class Side(Lender):
     """An engine of one layer and one KV head; and bare memory, with a NIXL agent and a ZMQ context."""
 
     def __init__(self, *, name: str) -> None:
         pool, api = Pool(model_layout(Model("alone", (Heads(1, 128),)), num_blocks=PLACES), seed=0), load_nixl()
-        self.engine, self._pool = Engine(EngineConfig(engine_id=name), pool.registration), pool
+        super().__init__(Engine(EngineConfig(engine_id=name), pool.registration))
+        self._pool = pool
         self._agent = api.nixl_agent(f"bare-{name}", api.nixl_agent_config(enable_prog_thread=False))
         self._array, self._context = np.ones(PLACES * PIECE, np.uint8), zmq.asyncio.Context()
         self._agent.register_memory([(self._array.ctypes.data, self._array.nbytes, 0, "")], "DRAM")
 
-    async def __aenter__(self) -> Self:
-        await self.engine.start()
-        return self
-
     async def __aexit__(self, *_: object) -> None:
         self._context.destroy(linger=0)
-        await self.engine.aclose()
+        await super().__aexit__()
 
     # -- asked of the owner's process ----------------------------------------------------------------
 
@@ -63,8 +56,7 @@ class Side:
         port = self._router.bind_to_random_port("tcp://127.0.0.1")
         self._answering = asyncio.create_task(self._answer())
         agent = base64.b64encode(self._agent.get_agent_metadata()).decode()
-        engine = msgspec.to_builtins(self.engine.endpoint)
-        return {"engine": engine, "port": port, "base": self._array.ctypes.data, "agent": agent}
+        return {"engine": self.endpoint(), "port": port, "base": self._array.ctypes.data, "agent": agent}
 
     async def _answer(self) -> None:
         while True:
@@ -72,14 +64,10 @@ class Side:
             self._agent.get_new_notifs()  # makes the progress that a new connection needs
             await self._router.send_multipart([reader, b"granted"])
 
-    def lend(self, every: list[dict[str, Any]]) -> None:
-        for params in every:
-            self.engine.lend(params)
-
     # -- the reader ----------------------------------------------------------------------------------
 
     def open(self, met: dict[str, Any]) -> None:
-        self.group = PrefillRanks("owner", [msgspec.convert(met["engine"], Endpoint)])
+        self.group = PrefillRanks("owner", [met["engine"]])
         self._dealer = self._context.socket(zmq.DEALER)
         self._dealer.connect(f"tcp://127.0.0.1:{met['port']}")
         name = self._agent.add_remote_agent(base64.b64decode(met["agent"]))
@@ -114,7 +102,7 @@ class Side:
         return time.perf_counter() - began
 
 
-async def measure(rounds: int, requests: int) -> dict[str, list[float]]:
+async def measure(rounds: int, requests: int) -> dict[str, Any]:
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     async with Fleet() as fleet, Side(name="reader") as reader:
         owner = await fleet.start("owner", "scripts.bench.alone:Side", name="owner")
@@ -133,7 +121,9 @@ async def measure(rounds: int, requests: int) -> dict[str, list[float]]:
                     seconds = [await reader.pull(*each) for each in every.items()]
                 if number:  # the first round makes connections
                     found[way].append(round(1e6 * statistics.median(seconds), 1))
-    return found
+    pairs = {ours: zip(found[ours], found[bare], strict=True) for ours, bare in (WAYS[:2], WAYS[2:])}
+    ratios = {ours: sorted(round(a / b, 2) for a, b in pair) for ours, pair in pairs.items()}
+    return {"p50_us": found, "ratios": ratios, "goal": GOAL}
 
 
 def alone(
@@ -142,16 +132,7 @@ def alone(
     json: command.Json = "-",
 ) -> int:
     """Measure one small request at a time, beside bare ZMQ and NIXL."""
-    with command.output(json) as out:
-        try:
-            p50 = asyncio.run(measure(rounds, requests))
-        except (Failure, TimeoutError) as exc:
-            print(f"alone: the owner's process was lost: {exc!r}", file=sys.stderr)
-            return 1
-        pairs = {ours: zip(p50[ours], p50[bare], strict=True) for ours, bare in (WAYS[:2], WAYS[2:])}
-        ratios = {ours: sorted(round(a / b, 2) for a, b in pair) for ours, pair in pairs.items()}
-        print(dumps({"p50_us": p50, "ratios": ratios, "goal": GOAL}), file=out)
-    return 0
+    return tell("alone", json, lambda: asyncio.run(measure(rounds, requests)))
 
 
 main = command.script(alone, "Times are medians of each round, in microseconds.")

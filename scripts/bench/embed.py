@@ -24,13 +24,12 @@ import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from asynckv import Engine, EngineConfig, EngineDesk, EngineThread, Finished, LogConfig, Order, PrefillRanks, Pull
-from asynckv.core.types import Endpoint
 from asynckv.tools.bench import garbage
 from asynckv.tools.bench.memory import Pool
 from asynckv.tools.bench.report import quantiles
@@ -141,23 +140,14 @@ class Run:
     latency_s: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def take(self, finished: Finished) -> None:
+    def _take(self, finished: Finished) -> None:
         now = time.perf_counter()
         self.latency_s += [now - self.asked_at.pop(result.request_id) for result in finished.finished_recving]
         for failed in finished.failed:
             del self.asked_at[failed.request_id]
             self.problems.append(repr(failed.error))
 
-    def ask(self, orders: Sequence[Order]) -> None:
-        now = time.perf_counter()
-        self.asked_at |= {order.request_id: now for order in orders if isinstance(order, Pull)}
-
-    def measured(self, call_s: float, call_cpu_s: float, step_s: float) -> None:
-        self.call_s.append(call_s)
-        self.call_cpu_s.append(call_cpu_s)
-        self.step_s.append(step_s)
-
-    def steps(self, plan: Sequence[Sequence[Order]]) -> Iterator[Sequence[Order]]:
+    def _steps(self, plan: Sequence[Sequence[Order]]) -> Iterator[Sequence[Order]]:
         """Yield the orders of every step, then empty ones until all requests ended; the first step is not measured."""
         yield plan[0]
         yield from self._until_all_ended()
@@ -174,48 +164,44 @@ class Run:
                 return
             yield ()
 
+    def driven(
+        self, desk: EngineThread | EngineDesk, plan: Sequence[Sequence[Order]], wait: Callable[[], object] | None = None
+    ) -> Iterator[None]:
+        """Take all steps of a plan, and yield where the work of each is to be done."""
+        for orders in self._steps(plan):
+            now = time.perf_counter()
+            self.asked_at |= {order.request_id: now for order in orders if isinstance(order, Pull)}
+            began, cpu = time.perf_counter(), time.thread_time()
+            desk.submit(orders)
+            handed, spent = time.perf_counter(), time.thread_time() - cpu
+            yield
+            worked, cpu = time.perf_counter(), time.thread_time()
+            if wait and self.asked_at:
+                wait()
+            finished = desk.take_finished()
+            ended, spent = time.perf_counter(), spent + time.thread_time() - cpu
+            self._take(finished)
+            self.call_s.append(handed - began + ended - worked)
+            self.call_cpu_s.append(spent)
+            self.step_s.append(ended - began)
+
 
 def threaded(
     config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], work: Callable[[], None], wait_s: float = 0.0
 ) -> Run:
     run = Run()
     with EngineThread(config, pool.registration, switch_interval_s=None) as engine:  # set by `--switch-interval`
-        for orders in run.steps(plan):
-            run.ask(orders)
-            began, cpu = time.perf_counter(), time.thread_time()
-            engine.submit(orders)
-            handed, spent = time.perf_counter(), time.thread_time() - cpu
+        for _ in run.driven(engine, plan, partial(engine.wait, wait_s) if wait_s else None):
             work()
-            worked, cpu = time.perf_counter(), time.thread_time()
-            if wait_s and run.asked_at:
-                engine.wait(wait_s)
-            finished = engine.take_finished()
-            ended, spent = time.perf_counter(), spent + time.thread_time() - cpu
-            run.take(finished)
-            run.measured(handed - began + ended - worked, spent, ended - began)
     return run
-
-
-def patient(config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], work: Callable[[], None]) -> Run:
-    return threaded(config, pool, plan, work, WAIT_S)
 
 
 def native(config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], work: Callable[[], None]) -> Run:
     async def main() -> Run:
         run = Run()
         async with Engine(config, pool.registration) as engine:
-            desk = EngineDesk(engine)
-            for orders in run.steps(plan):
-                run.ask(orders)
-                began, cpu = time.perf_counter(), time.thread_time()
-                desk.submit(orders)
-                handed, spent = time.perf_counter(), time.thread_time() - cpu
+            for _ in run.driven(EngineDesk(engine), plan):
                 await asyncio.to_thread(work)
-                worked, cpu = time.perf_counter(), time.thread_time()
-                finished = desk.take_finished()
-                ended, spent = time.perf_counter(), spent + time.thread_time() - cpu
-                run.take(finished)
-                run.measured(handed - began + ended - worked, spent, ended - began)
         return run
 
     return asyncio.run(main())
@@ -224,7 +210,7 @@ def native(config: EngineConfig, pool: Pool, plan: Sequence[Sequence[Order]], wo
 WAYS: dict[str, Callable[[EngineConfig, Pool, Sequence[Sequence[Order]], Callable[[], None]], Run]] = {
     "native": native,
     "thread": threaded,
-    "thread + wait": patient,
+    "thread + wait": partial(threaded, wait_s=WAIT_S),
 }
 
 
@@ -247,7 +233,7 @@ async def measure(name: str, rounds: int) -> dict[str, Any]:
     alone = []
     async with Fleet() as fleet:
         lender = await fleet.start("prefill", "scripts.bench.embed:Prefill")
-        group = PrefillRanks("prefill", [msgspec.convert(await lender.ask("endpoint"), Endpoint)])
+        group = PrefillRanks("prefill", [await lender.ask("endpoint")])
         config = EngineConfig(engine_id="decode", log=LogConfig(successes_per_s=0.0, slow_per_s=0.0, held_fraction=0.0))
         for number in range(rounds):
             for _ in range(max(3, case.steps // 4)):
@@ -300,16 +286,17 @@ async def planned(
 
 def bench(
     cases: Annotated[list[str] | None, typer.Argument(metavar="CASE", help="Cases to measure; by default all.")] = None,
-    rounds: Annotated[str, typer.Option(metavar="N", help="Rounds, in turns.")] = "3",
-    switch_interval: Annotated[str, typer.Option(metavar="US", help="sys.setswitchinterval, in microseconds.")] = "500",
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Rounds, in turns.")] = 3,
+    switch_interval: Annotated[
+        int, typer.Option(min=10, max=1_000_000, help="sys.setswitchinterval, in microseconds.")
+    ] = 500,
     json: command.Json = "-",
 ) -> int:
     """Measure the cost of each way to embed an engine for the worker's thread, with ratios to native asyncio."""
     names = command.chosen(cases, CASES, "case")
-    number = command.whole("--rounds", rounds, 1, 100)
-    sys.setswitchinterval(command.whole("--switch-interval", switch_interval, 10, 1_000_000) / 1e6)
+    sys.setswitchinterval(switch_interval / 1e6)
     garbage.settle()
-    return command.report(json, [lambda name=name: asyncio.run(measure(name, number)) for name in names])  # type: ignore[misc]
+    return command.report(json, [lambda name=name: asyncio.run(measure(name, rounds)) for name in names])  # type: ignore[misc]
 
 
 main = command.script(bench, command.listed(ABOUT))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import io
 import statistics
@@ -123,14 +124,11 @@ async def _simulated(work: Callable[[Pair], Awaitable[Figures]], peers: int = 1,
     names = [f"prefill-{i}" for i in range(peers)]
     planes = {name: SimData(network, name) for name in ("decode", *names)}
     decode, prefill = engine("decode"), [engine(name) for name in names]
-    for each in (decode, *prefill):
-        await each.start()
-    groups = [PrefillRanks(f"prefill-{i}", [e.endpoint]) for i, e in enumerate(prefill)]
-    try:
+    async with contextlib.AsyncExitStack() as stack:
+        for each in (*prefill, decode):
+            await stack.enter_async_context(each)
+        groups = [PrefillRanks(f"prefill-{i}", [e.endpoint]) for i, e in enumerate(prefill)]
         return await work(Pair(decode, prefill, groups, planes["decode"]))
-    finally:
-        for each in (decode, *prefill):
-            await each.aclose()
 
 
 # -- cases -----------------------------------------------------------------------------------------
@@ -168,22 +166,18 @@ def _bytes(engine: Engine) -> int:
 
 async def idle(seconds: float = 20.0, peers: int = 100) -> Figures:
     """Connect to every peer once on real planes, wait until nothing is owed, and do nothing."""
-    async with Engine(EngineConfig(engine_id="decode"), _memory(256)) as decode:
-        prefill = [Engine(EngineConfig(engine_id=f"prefill-{i}"), _memory(256)) for i in range(peers)]
-        for engine in prefill:
-            await engine.start()
-        try:
-            pair = Pair(decode, prefill, [PrefillRanks(f"prefill-{i}", [e.endpoint]) for i, e in enumerate(prefill)])
-            await pair.requests(peers, 4, range(peers))
-            for which in range(peers):
-                await pair.one(which, which)
-            await asyncio.gather(*(engine.drain(10.0) for engine in prefill))
-            cpu = time.process_time()
-            await asyncio.sleep(seconds)
-            return {"cpu_percent": (time.process_time() - cpu) / seconds * 100, "peers": peers}
-        finally:
-            for engine in prefill:
-                await engine.aclose()
+    async with contextlib.AsyncExitStack() as stack:
+        names = ("decode", *(f"prefill-{i}" for i in range(peers)))
+        engines = [Engine(EngineConfig(engine_id=name), _memory(256)) for name in names]
+        decode, *prefill = [await stack.enter_async_context(engine) for engine in engines]
+        pair = Pair(decode, prefill, [PrefillRanks(f"prefill-{i}", [e.endpoint]) for i, e in enumerate(prefill)])
+        await pair.requests(peers, 4, range(peers))
+        for which in range(peers):
+            await pair.one(which, which)
+        await asyncio.gather(*(engine.drain(10.0) for engine in prefill))
+        cpu = time.process_time()
+        await asyncio.sleep(seconds)
+        return {"cpu_percent": (time.process_time() - cpu) / seconds * 100, "peers": peers}
 
 
 async def memory() -> Figures:
@@ -396,12 +390,6 @@ class Alone:
     def __init__(self, *, case: str) -> None:
         self._case = case
         configure_logging("error")
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
 
     async def figures(self) -> Figures:
         return await CASES[self._case]()

@@ -12,21 +12,17 @@ import asyncio
 import os
 import secrets
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterator
-from json import dumps
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from asynckv import Engine, PrefillRanks, configure_logging
-from asynckv.core.types import Endpoint, FollowParams
+from asynckv.core.types import FollowParams
 from asynckv.tools.bench import garbage
-from asynckv.tools.bench.processes import Failure
 from scripts import command
-from scripts.bench.lender import Lender, by_turns
+from scripts.bench.lender import Lender, by_turns, tell
 from scripts.bench.recall import PATIENCE_S, SIZES, TOKENS, setup
 from tests.lab.fleet import Fleet
 
@@ -43,12 +39,12 @@ class Owner(Lender):
 
     async def offer(self, params: dict[str, Any], ticket: str, *, waits: bool = True) -> AsyncIterator[None]:
         """Wait for the reader's message, answer, and lend after that, because the answer is work for the reader."""
-        while waits and not self._engine.statistics().gauges["parked"]:  # noqa: ASYNC110 - no event announces it
+        while waits and not self.engine.statistics().gauges["parked"]:  # noqa: ASYNC110 - no event announces it
             await asyncio.sleep(0.001)
         yield None
         await asyncio.sleep(HEAD_START_S)
         self._lent_at = time.perf_counter()
-        self._engine.lend(params, ticket=ticket)
+        self.engine.lend(params, ticket=ticket)
 
     def lent_at(self) -> float:
         return self._lent_at
@@ -126,12 +122,14 @@ async def waiting(engine: Engine, owner: Any, group: PrefillRanks, seconds: floa
 
 
 async def measure(rounds: int, requests: int, seconds: float) -> dict[str, Any]:
+    load = os.getloadavg()
     async with Fleet() as fleet, Engine(*setup("reader")) as engine:
         owner = await fleet.start("owner", "scripts.bench.follow:Owner")
-        group = PrefillRanks("owner", [msgspec.convert(await owner.ask("endpoint"), Endpoint)])
+        group = PrefillRanks("owner", [await owner.ask("endpoint")])
         found: dict[str, Any] = {"pulls": await pulls(engine, owner, group, rounds, requests)}
         found["round_trip_us"] = await round_trip_us(engine, owner, group, requests)
-        return found | {"waiting": await waiting(engine, owner, group, seconds)}
+        found["waiting"] = await waiting(engine, owner, group, seconds)
+    return found | {"load_before": load, "load_after": os.getloadavg()}
 
 
 def follow(
@@ -143,15 +141,7 @@ def follow(
     """Measure the time from a loan to the result of a reader that follows, and the CPU time of readers that wait."""
     garbage.settle()
     configure_logging("error")
-    with command.output(json) as out:
-        load = os.getloadavg()
-        try:
-            found = asyncio.run(measure(rounds, requests, seconds))
-        except (Failure, TimeoutError) as exc:
-            print(f"follow: the owner's process was lost: {exc!r}", file=sys.stderr)
-            return 1
-        print(dumps(found | {"load_before": load, "load_after": os.getloadavg()}), file=out)
-    return 0
+    return tell("follow", json, lambda: asyncio.run(measure(rounds, requests, seconds)))
 
 
 EPILOG = """

@@ -1,15 +1,19 @@
-"""What benchmarks of pulls between two processes share: the process that lends, and measurements by turns."""
+"""What benchmarks of pulls between two processes share: the process that lends, measurements by turns, the report."""
 
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Awaitable, Callable, Hashable
+from json import dumps
 from typing import Any, Self, TypeVar
 
 import msgspec
 
 from asynckv import Engine, EngineConfig, LeaseConfig, LogConfig
 from asynckv.config import PullConfig
+from asynckv.tools.bench.processes import Failure
+from scripts import command
 
 Kind = TypeVar("Kind", bound=Hashable)
 
@@ -28,21 +32,21 @@ class Lender:
     """An engine that lends, in a process of its own."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
 
     async def __aenter__(self) -> Self:
-        await self._engine.start()
+        await self.engine.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._engine.aclose()
+        await self.engine.aclose()
 
     def endpoint(self) -> Any:
-        return msgspec.to_builtins(self._engine.endpoint)
+        return msgspec.to_builtins(self.engine.endpoint)
 
     def lend(self, every: list[dict[str, Any]]) -> None:
         for params in every:
-            self._engine.lend(params)
+            self.engine.lend(params)
 
 
 async def by_turns(
@@ -59,3 +63,15 @@ async def by_turns(
             p50[kind].append(round(1e6 * statistics.median(every), 1))
     plain, other = p50.values()
     return plain, other, [round(b / a, 3) for a, b in zip(plain, other, strict=True)]
+
+
+def tell(name: str, json: str, measure: Callable[[], dict[str, Any]]) -> int:
+    """Measure, write what was found, and return the exit status: 1 if the owner's process was lost."""
+    with command.output(json) as out:
+        try:
+            found = measure()
+        except (Failure, TimeoutError) as exc:
+            print(f"{name}: the owner's process was lost: {exc!r}", file=sys.stderr)
+            return 1
+        print(dumps(found), file=out)
+    return 0

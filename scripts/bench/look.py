@@ -12,31 +12,26 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
-import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from io import StringIO
-from json import dumps
 from typing import Annotated, Any
 
-import msgspec
 import numpy as np
 import typer
 
 from asynckv import BytesDiffer, Engine, PrefillRanks, configure_logging
-from asynckv.core.types import Endpoint
 from asynckv.edges.nic.agent import Agent
 from asynckv.edges.sharing import shared_memory
 from asynckv.layout import register_memory
 from asynckv.tools.bench import garbage
-from asynckv.tools.bench.processes import Failure
 from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
-from scripts.bench.lender import Lender, by_turns, quiet
+from scripts.bench.lender import Lender, by_turns, quiet, tell
 from tests.lab.fleet import Fleet
 
 TOKENS, SMALL, LARGE, WRITES_S = 16, 1, 8, 0.002
@@ -101,7 +96,7 @@ async def pair(heads: int) -> AsyncIterator[tuple[Side, Side, PrefillRanks, Any]
     """Yield a reader that looks once, one that looks twice, and an owner in another process."""
     async with Fleet() as fleet, Side("plain", heads) as plain, Side("looks", heads, second_look=1.0) as looks:
         owner = await fleet.start("owner", "scripts.bench.look:Owner", heads=heads)
-        yield plain, looks, PrefillRanks("owner", [msgspec.convert(await owner.ask("endpoint"), Endpoint)]), owner
+        yield plain, looks, PrefillRanks("owner", [await owner.ask("endpoint")]), owner
 
 
 async def latency(rounds: int, requests: int) -> dict[str, Any]:
@@ -178,15 +173,12 @@ def look(
     """Measure what a second look costs, and what it finds."""
     garbage.settle()
     configure_logging("error", stream=StringIO())  # each difference is logged
-    with command.output(json) as out:
-        try:
-            found = {"pulls": asyncio.run(latency(rounds, requests)), "writer": asyncio.run(written_on(pulls))}
-            found["flipped"] = asyncio.run(flipped(flips))
-        except (Failure, TimeoutError) as exc:
-            print(f"look: the owner's process was lost: {exc!r}", file=sys.stderr)
-            return 1
-        print(dumps(found), file=out)
-    return 0
+
+    def measure() -> dict[str, Any]:
+        found = {"pulls": asyncio.run(latency(rounds, requests)), "writer": asyncio.run(written_on(pulls))}
+        return found | {"flipped": asyncio.run(flipped(flips))}
+
+    return tell("look", json, measure)
 
 
 EPILOG = """

@@ -80,12 +80,8 @@ def _memory(size: int) -> Bytes:
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    array = np.frombuffer(memory, np.uint8)
-    chunk = np.random.default_rng(1).integers(0, 256, 1 << 20, np.uint8)
-    for at in range(0, size, len(chunk)):
-        array[at : at + len(chunk)] = chunk[: size - at]
-        array[at : at + 8] = np.frombuffer(at.to_bytes(8, "little"), np.uint8)[: size - at]
-    return array
+    np.random.default_rng(1).random(out=np.frombuffer(memory, np.float64))
+    return np.frombuffer(memory, np.uint8)
 
 
 class Waiter:

@@ -12,28 +12,23 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from json import dumps
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from asynckv import Engine, EngineConfig, EngineThread, PrefillRanks, configure_logging
-from asynckv.core.types import Endpoint
 from asynckv.embed import Lend
 from asynckv.tools.bench import garbage
 from asynckv.tools.bench.memory import Pool
-from asynckv.tools.bench.processes import Failure
 from asynckv.tools.bench.report import quantiles
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import Heads, Model
 from scripts import command
-from scripts.bench.lender import Lender, by_turns, quiet
+from scripts.bench.lender import Lender, by_turns, quiet, tell
 from tests.lab.fleet import Fleet
 
 BLOCKS, TOKENS = 2048, 16  # 16 MiB
@@ -62,7 +57,7 @@ async def pulls(rounds: int, requests: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     async with Fleet() as fleet, Engine(*setup("reader")) as engine:
         owner = await fleet.start("owner", "scripts.bench.recall:Owner")
-        group = PrefillRanks("owner", [msgspec.convert(await owner.ask("endpoint"), Endpoint)])
+        group = PrefillRanks("owner", [await owner.ask("endpoint")])
 
         for size, (blocks, goal) in SIZES.items():
             ids = list(range(blocks))
@@ -134,14 +129,7 @@ def recall(
     """Measure the time of a recall, and the latency of pulls that may be recalled."""
     garbage.settle()
     configure_logging("error")  # each recall is logged
-    with command.output(json) as out:
-        try:
-            found = {"call": call(calls), "pulls": asyncio.run(pulls(rounds, requests))}
-        except (Failure, TimeoutError) as exc:
-            print(f"recall: the owner's process was lost: {exc!r}", file=sys.stderr)
-            return 1
-        print(dumps(found), file=out)
-    return 0
+    return tell("recall", json, lambda: {"call": call(calls), "pulls": asyncio.run(pulls(rounds, requests))})
 
 
 EPILOG = """

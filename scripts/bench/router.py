@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import socket
 import statistics
@@ -22,21 +21,19 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 import aiohttp
 import typer
 from aiohttp import web
 
-from asynckv.edges.kernel import fields_of
 from asynckv.tools.bench.report import quantiles
+from asynckv.tools.diagnose.process import look
 from scripts import command
 from scripts.bench.versus.vllm_side import free_port
 from tests.lab.fleet import Fleet, memory_kib
 
 START_S, RUN_S, BACKLOG = 60.0, 300.0, 4096
-TICKS = os.sysconf("SC_CLK_TCK")
 PROMPT = " ".join(["word"] * 300)
 
 
@@ -146,12 +143,6 @@ class Plain(Served):
 class Load:
     """A generator of load, which reads answers without a library, so that it is cheap."""
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        pass
-
     async def send(self, port: int, clients: int, each: int) -> dict[str, Any]:
         body = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 20, "stream": True}).encode()
         head = (
@@ -219,11 +210,6 @@ async def _until_it_answers(port: int, body: bytes) -> None:
             await asyncio.sleep(0.1)
 
 
-def _cpu_s(pid: int) -> float:
-    fields = fields_of(Path(f"/proc/{pid}/stat"))
-    return (int(fields[11]) + int(fields[12])) / TICKS
-
-
 Arm = Callable[[Fleet, str, str, int], contextlib.AbstractAsyncContextManager[tuple[int, int]]]
 
 
@@ -255,9 +241,9 @@ async def turn(arm: Arm, case: Case, spin: int) -> dict[str, Any]:
         await _until_it_answers(port, json.dumps({"model": "m", "prompt": PROMPT, "stream": True}).encode())
         for _ in range(spin):
             await stack.enter_async_context(_process(sys.executable, "-c", "while True: pass"))
-        cpu_s = _cpu_s(pid)
+        cpu_s = look(pid).cpu_s
         found = await load.ask("send", RUN_S, port=port, clients=case.clients, each=case.each)
-        cpu_s = _cpu_s(pid) - cpu_s
+        cpu_s = look(pid).cpu_s - cpu_s
         served = found["ends"].get("200", 0)
         return {
             "served": served,
@@ -287,8 +273,8 @@ async def _compare(arms: dict[str, Arm], names: list[str], rounds: int, spin: in
 
 def router(
     cases: command.Scenarios = None,
-    rounds: Annotated[str, typer.Option(metavar="N", help="Turns of each router.")] = "3",
-    spin: Annotated[str, typer.Option(metavar="N", help="Processes that burn a core each meanwhile.")] = "0",
+    rounds: Annotated[int, typer.Option(min=1, max=100, help="Turns of each router.")] = 3,
+    spin: Annotated[int, typer.Option(min=0, max=64, help="Processes that burn a core each meanwhile.")] = 0,
     vllm_router: Annotated[str, typer.Option(metavar="FILE", help="Also compare this program, vllm-router.")] = "",
     json: command.Json = "-",
 ) -> int:
@@ -298,9 +284,8 @@ def router(
     if vllm_router:
         quiet = ("--policy", "round_robin", "--log-level", "error", "--prometheus-port", str(free_port()))
         arms["vllm-router"] = program(vllm_router, "--vllm-pd-disaggregation", *quiet)
-    number, busy = command.whole("--rounds", rounds, 1, 100), command.whole("--spin", spin, 0, 64)
     with command.output(json) as out:
-        asyncio.run(_compare(arms, chosen, number, busy, out))
+        asyncio.run(_compare(arms, chosen, rounds, spin, out))
     return 0
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import signal
 import statistics
 import sys
@@ -97,20 +98,11 @@ class Case:
         Raises:
             ConfigError: The text is not a case.
         """
-        try:
-            shape, blocks, in_flight, *order = text.strip().split(":")
-            layers, block_bytes = shape.split("x")
-            case = cls(int(layers), int(block_bytes), int(blocks), int(in_flight), *order)
-        except (ValueError, TypeError):
-            case = cls(0, 0, 0, 0)
-        is_known = case.order in ("", "random", "contiguous")
-        if (
-            min(case.layers, case.blocks, case.in_flight, case.block_bytes) < 1
-            or case.block_bytes % 4096
-            or not is_known
-        ):
+        found = re.fullmatch(r"(\d+)x(\d+):(\d+):(\d+)(?::(random|contiguous))?", text.strip())
+        layers, size, blocks, in_flight = map(int, found.groups()[:4]) if found else (0, 0, 0, 0)
+        if found is None or min(layers, size, blocks, in_flight) < 1 or size % 4096:
             raise ConfigError(f"{text!r} is not a case such as 32x16384:16:48, with blocks of a multiple of 4096 bytes")
-        return case
+        return cls(layers, size, blocks, in_flight, found[5] or "")
 
     @property
     def bytes(self) -> int:

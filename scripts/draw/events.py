@@ -78,7 +78,6 @@ def explained(fields: Iterable[Field]) -> Iterator[str]:
 
 
 HEAD = "| field | type | meaning |"
-SIDES = {"prefill": "prefill side", "decode": "decode side", "both": "both sides"}
 
 
 def meaning(event: type[Struct]) -> str:

@@ -107,17 +107,17 @@ def conv(title: str) -> RenderableType:
     model = Model("m", (state,))
     there, here = ranks(model, 1), ranks(model, 2)
     names = {"conv_x": 0, "conv_B": 2, "conv_C": 3}
-    rows = []
 
     def channels(part: Part, lo: int, hi: int) -> tuple[float, float]:
         width = part.itemsize * 3
         start = part.offset // width + (lo - part.held[0]) * 4
         return start, start + (hi - lo) * 4
 
-    parts = [p for p in there[0].views[0].parts if p.name in names]
-    rows.append(
-        Bar("prefill tp0", [Segment(*channels(p, *p.held), p.name[5:], names[p.name]) for p in parts], "32 channels")
-    )
+    def held(layout: Layout) -> list[Segment]:
+        parts = (p for p in layout.views[0].parts if p.name in names)
+        return [Segment(*channels(p, *p.held), p.name[5:], names[p.name]) for p in parts]
+
+    rows = [Bar("prefill tp0", held(there[0]), "32 channels")]
     for d, layout in enumerate(here):
         segments = [
             Segment(
@@ -127,10 +127,7 @@ def conv(title: str) -> RenderableType:
             if s.local_part.name in names
         ]
         rows.append(Bar(f"read by tp{d}", segments, "three reads"))
-        segments = [
-            Segment(*channels(p, *p.held), p.name[5:], names[p.name]) for p in layout.views[0].parts if p.name in names
-        ]
-        rows.append(Bar(f"decode tp{d}", segments, "16 channels"))
+        rows.append(Bar(f"decode tp{d}", held(layout), "16 channels"))
     return bars(title, 32, rows, width=48)
 
 

@@ -41,24 +41,20 @@ class Panel:
     is_stacked: bool = False
 
 
-def rate(metric: str, by: str = "", but: str = "") -> str:
-    """Return a rate per second for each engine and each value of some labels."""
-    labels = ", ".join(filter(None, ("engine_id, rank", by)))
-    return f"sum by ({labels}) (rate(asynckv_{metric}{{{THESE}{but}}}[$__rate_interval]))"
-
-
 def total(metric: str, by: str = "", but: str = "") -> str:
     """Return a rate per second over all selected engines, by some labels."""
     return f"sum{f' by ({by}) ' if by else ''}(rate(asynckv_{metric}{{{THESE}{but}}}[$__rate_interval]))"
 
 
+def rate(metric: str, by: str = "", but: str = "") -> str:
+    """Return a rate per second for each engine and each value of some labels."""
+    return total(metric, ", ".join(filter(None, ("engine_id, rank", by))), but)
+
+
 def quantile(metric: str, q: float, by: str = "", but: str = "") -> str:
     """Return a quantile of a histogram over all selected engines."""
-    labels = ", ".join(filter(None, ("le", by)))
-    return (
-        f"histogram_quantile({q:g}, sum by ({labels}) "
-        f"(rate(asynckv_{metric}_bucket{{{THESE}{but}}}[$__rate_interval])))"
-    )
+    buckets = total(f"{metric}_bucket", ", ".join(filter(None, ("le", by))), but)
+    return f"histogram_quantile({q:g}, {buckets})"
 
 
 def gauge(metric: str, but: str = "") -> str:

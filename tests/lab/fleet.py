@@ -226,7 +226,7 @@ class Fleet(Processes):
 
         Args:
             name: Of the process, and of its log, to which later ones of the same name append.
-            target: `module:name` of an async context manager.
+            target: `module:name` of an async context manager, or of a class without start and end.
             python: Interpreter that runs it.
             on_abort: Called if it ends without being told to, before any asker gets `Lost`.
             setup: Keywords of the target.
@@ -326,7 +326,8 @@ async def _run_child(target: str, sock: socket.socket) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=sock, limit=LIMIT)
     (setup,) = json.loads(await reader.readline())
     module, _, name = target.partition(":")
-    async with getattr(importlib.import_module(module), name)(**setup) as side:
+    made = getattr(importlib.import_module(module), name)(**setup)
+    async with made if hasattr(made, "__aenter__") else contextlib.nullcontext(made) as side:
         await answer(side, reader, writer)
     writer.close()
     with contextlib.suppress(OSError):

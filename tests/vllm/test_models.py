@@ -26,6 +26,7 @@ from asynckv.geometry.match import assign, remote_ranks
 from asynckv.integrations.vllm.memory import ModelFacts, register
 from asynckv.tools.plan.cli import layout as write_layouts
 from asynckv.tools.plan.layout_file import load_layouts
+from asynckv.tools.plan.layouts import model_bytes
 from asynckv.tools.plan.models import Heads, Model, State, read_hf_config
 from tests.vllm.judge import Verdict, judge, make_config
 from tests.vllm.planned import plan
@@ -160,7 +161,7 @@ class Table:
         self.rows: list[tuple[str, ...]] = [("model", "caches", "per token", "states", "judged by vLLM's")]
 
     def add(self, name: str, model: Model, caches: int | str, how: str) -> None:
-        self.rows.append((name, str(caches), f"{model.token_bytes()}", f"{model.state_bytes()}", how))
+        self.rows.append((name, str(caches), str(model_bytes(model, "tokens")), str(model_bytes(model, "state")), how))
 
     def __str__(self) -> str:
         widths = [max(map(len, column)) for column in zip(*self.rows, strict=True)]
@@ -190,8 +191,8 @@ def test_a_layout_has_the_heads_sizes_groups_and_bytes_of_vllm(name: str, table:
     verdict = judge(FAMILIES[name], tmp_path)
     model = compare(verdict, tmp_path)
     kept = [(spec, spec.state_content_size_bytes * spec.num_heads) for spec in verdict.specs.values()]
-    assert model.token_bytes() == sum(size for spec, size in kept if not isinstance(spec, MambaSpec))
-    assert model.state_bytes() == sum(size for spec, size in kept if isinstance(spec, MambaSpec))
+    assert model_bytes(model, "tokens") == sum(size for spec, size in kept if not isinstance(spec, MambaSpec))
+    assert model_bytes(model, "state") == sum(size for spec, size in kept if isinstance(spec, MambaSpec))
     table.add(name, model, len(verdict.specs), verdict.how)
 
 

@@ -17,7 +17,7 @@ from asynckv.tools.bench.driver import Measured
 from asynckv.tools.bench.experiment import Experiment
 from asynckv.tools.bench.schedule import Request
 from asynckv.tools.bench.workload import Workload
-from asynckv.tools.plan.layouts import model_groups
+from asynckv.tools.plan.layouts import model_bytes, model_groups
 
 SCHEMA = "asynckv.bench/1"
 PHASES = ("queue", "handshake", "plan", "post", "read", "detect", "confirm", "release")
@@ -114,8 +114,8 @@ def _config(experiment: Experiment, schedule: Sequence[Request]) -> dict[str, An
         "layers": len(model.layers),
         "groups": [{"layers": len(n), **msgspec.to_builtins(kind)} for kind, n in model_groups(model)],
         "dtype": model.dtype,
-        "token_bytes": model.token_bytes(),
-        "state_bytes": model.state_bytes(),
+        "token_bytes": model_bytes(model, "tokens"),
+        "state_bytes": model_bytes(model, "state"),
         **msgspec.to_builtins(experiment.sides),
         "requests": len(work.prompt_tokens),
         "prompt_tokens": work.source,

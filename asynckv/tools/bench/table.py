@@ -23,12 +23,12 @@ from asynckv.errors import ConfigError
 from asynckv.tools.bench import report
 from asynckv.tools.bench.figures import Figure, number_at
 from asynckv.tools.bench.noise import Interval, median_of
+from asynckv.tools.bench.protocol import MALFORMED
 from asynckv.tools.console import grouped
 
 SCHEMA = "asynckv.sweep/1"
 BEGIN = f'{{"kind":"sweep","schema":"{SCHEMA}"'.encode()
 Status = Literal["good", "bad", "failed"]
-_MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class Place(Struct, frozen=True):
@@ -127,7 +127,7 @@ def read(data: bytes, name: str) -> Sweep:
     for number, line in enumerate(lines, 1):
         try:
             sweep.take(_decoder.decode(line))
-        except _MALFORMED as exc:
+        except MALFORMED as exc:
             raise ConfigError(f"{name} line {number}: is damaged: {exc}") from exc
     return sweep
 
@@ -258,7 +258,7 @@ def _files(path: Path) -> list[Path]:
 
 def _report(data: bytes, path: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    with suppress(*_MALFORMED):
+    with suppress(*MALFORMED):
         found = msgspec.json.decode(data, type=dict[str, Any])
     if "schema" not in found:
         raise ConfigError(f"{path}: is neither a report of asynckv bench nor a sweep")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 from msgspec import UNSET
@@ -24,6 +25,7 @@ from asynckv.geometry.layout import (
     dense_part,
     shard,
 )
+from asynckv.geometry.overlap import part_bytes
 from asynckv.tools.console import grouped
 from asynckv.tools.plan.models import Heads, Index, Latent, Layer, Model, State
 
@@ -120,6 +122,12 @@ def model_layout(
         views=tuple(views),
         token_shards=tuple(shards) or UNSET,
     )
+
+
+def model_bytes(model: Model, kind: Literal["tokens", "state"]) -> int:
+    """Return the bytes of one token, or of one request's states, in the whole model."""
+    layout = model_layout(model, block_size=1)
+    return sum(part_bytes(p) for v in layout.views if layout.groups[v.group].kind == kind for p in v.parts)
 
 
 def _is_shared(layer: Layer) -> bool:

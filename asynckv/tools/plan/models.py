@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import tomllib
 from collections.abc import Callable, Container, Mapping
@@ -85,19 +84,6 @@ class Model(Struct, frozen=True):
     name: str
     layers: tuple[Layer, ...]
     dtype: str = "bfloat16"
-
-    def token_bytes(self) -> int:
-        heads = [layer for layer in self.layers if isinstance(layer, Heads)]
-        elements = sum(x.num_heads * (x.head_dim + (x.v_head_dim or x.head_dim)) for x in heads)
-        elements += sum(layer.rank + layer.rope_dim for layer in self.layers if isinstance(layer, Latent))
-        indexes = [x.index for x in self.layers if not isinstance(x, State) and x.index is not None]
-        return elements * ITEMSIZE[self.dtype] + sum(x.dim * ITEMSIZE[x.dtype] + x.scales * 4 for x in indexes)
-
-    def state_bytes(self) -> int:
-        """Return the bytes of one request's convolution and recurrent states in the whole model."""
-        states = [layer for layer in self.layers if isinstance(layer, State)]
-        conv = sum(p.units * p.width * x.columns for x in states for p in x.conv) * ITEMSIZE[self.dtype]
-        return conv + sum(x.units * math.prod(x.shape) * ITEMSIZE[x.dtype or self.dtype] for x in states)
 
     def resized(
         self,

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import deque
-from typing import Any, Self
+from typing import Any
 
 from asynckv import Engine, EngineConfig, PrefillRanks
 from asynckv.config import LeaseConfig
@@ -14,6 +14,7 @@ from asynckv.errors import AsyncKVError
 from asynckv.layout import register_memory
 from asynckv.tools.plan.layouts import model_layout, with_addresses
 from asynckv.tools.plan.models import Heads, Model
+from scripts.bench.lender import Lender
 from scripts.bench.versus.workload import (
     BLOCK_TOKENS,
     SERVE_S,
@@ -29,7 +30,7 @@ from scripts.bench.versus.workload import (
 )
 
 
-class Side:
+class Side(Lender):
     """An engine, its memory, and params that each process makes for itself.
 
     A router would carry the params. Here both sides make the same ones from one seed, before the clock runs.
@@ -43,24 +44,15 @@ class Side:
         layout = model_layout(model, block_size=BLOCK_TOKENS, num_blocks=setup.num_blocks, order="block-hnd")
         layout = with_addresses(layout, [array.ctypes.data for array in self.memory.arrays])
         config = EngineConfig(engine_id=setup.role, lease=LeaseConfig(lease_s=600.0))
-        self.engine = Engine(config, register_memory(layout, (self.memory,)))
+        super().__init__(Engine(config, register_memory(layout, (self.memory,))))
         self._group: PrefillRanks | None = None
         self._remote_blocks = 0
-
-    async def __aenter__(self) -> Self:
-        await self.engine.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.engine.aclose()
 
     def ready(self) -> dict[str, Any]:
         """Return a description of this process, with its endpoint."""
         if self.setup.role == "producer":
             self.memory.fill()
-        endpoint = {"tp_rank": 0, "address": self.engine.endpoint.address}
-        endpoint["incarnation"] = self.engine.endpoint.incarnation
-        return {"versions": self.engine.describe(), "num_blocks": self.setup.num_blocks, "endpoint": endpoint}
+        return {"versions": self.engine.describe(), "num_blocks": self.setup.num_blocks, "endpoint": self.endpoint()}
 
     def meet(self, peer: dict[str, Any]) -> None:
         """Take the prefill rank's endpoint, from which params are made."""

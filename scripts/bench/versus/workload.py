@@ -1,4 +1,4 @@
-"""Common parts of both contenders: requests, bytes and timing. This uses the standard library and numpy only.
+"""Common parts of both contenders: requests, bytes and timing. This needs the standard library and numpy only.
 
 Each contender is two processes of a fleet, prefill and decode. The driver calls `ready` for their descriptions, `meet`
 to pass the prefill process's description on, and `window` for each window. A *window* is a number of requests in a
@@ -7,7 +7,6 @@ closed loop. Block ids, memory, pattern and checks are the same for both, to the
 
 from __future__ import annotations
 
-import gc
 import mmap
 import resource
 import time
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from asynckv.tools.bench.garbage import settle
 from tests.lab.fleet import SharedNumber, pattern
 
 BLOCK_TOKENS = 32
@@ -137,9 +137,7 @@ class Checks:
         for local in self.free:
             memory.poison(local)
         # Set the garbage collector as a warm serving engine does; it is the same for both contenders.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(20_000, 20, 20)
+        settle()
         self._faults, self._cpu, self._began = minor_faults(), time.process_time(), time.perf_counter()
 
     def source(self, number: int) -> list[int]:
