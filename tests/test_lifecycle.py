@@ -25,7 +25,7 @@ from asynckv import (
     Registration,
 )
 from asynckv.config import PullConfig
-from tests.engines import Bench, Side, memory, pass_by, pass_until, passing, until
+from tests.engines import Bench, Side, cancel, memory, pass_by, pass_until, passing, until
 
 QUICK = LeaseConfig(lease_s=4.0, grant_s=2.0)
 
@@ -173,9 +173,7 @@ async def test_a_cancelled_task_between_two_attempts_discharges(sim: Bench) -> N
     async with reading(sim, retries=3) as (_, decode, lent, task, _):
         decode.data.fail(next(iter(decode.data.running)))
         await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancel(task)
         assert (await lent.wait_released()).cause == "released"
 
 

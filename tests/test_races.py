@@ -28,7 +28,7 @@ from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.types import Reason, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Goodbye, Release, decode_packet, encode_packet
 from asynckv.geometry.plan import Plan
-from tests.engines import Bench, Side, pass_by, passing, turn_loop, until
+from tests.engines import Bench, Side, cancel, pass_by, passing, turn_loop, until
 from tests.test_admission import ask, world_of
 from tests.test_lifecycle import QUICK, reading, running
 from tests.world import begin, reason
@@ -45,9 +45,7 @@ async def test_a_drain_names_what_waits_for_another_attempt(sim: Bench) -> None:
         left = await passing(sim, asyncio.create_task(decode.engine.drain(0.0)))
         (straggler,) = [hold for hold in left if hold.reason == "retrying"]
         assert (straggler.request_id, straggler.blocks) == ("d", {0: (6,)})
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await cancel(task)
 
 
 async def test_closing_ends_the_drain_of_a_suspension(sim: Bench) -> None:
