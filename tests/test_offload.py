@@ -35,8 +35,6 @@ from asynckv import (
     ReadFailed,
     WrongThread,
 )
-from asynckv.account.values import decode_account
-from asynckv.core.wire import Status, StatusRequest
 from asynckv.embed import Cancel, EngineDesk, Lookup, Store
 from asynckv.geometry.layout import Layout
 from asynckv.offload import Offload, OffloadConfig
@@ -44,9 +42,10 @@ from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
 from asynckv.tools.cli import app
 from tests.documented import Lines
-from tests.engines import news_of, passing, turn_loop, until
+from tests.engines import cancel, news_of, pass_until, passing, turn_loop, until
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies, SimDisk
+from tests.observed import answer_of
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, offloading
 
 
@@ -200,10 +199,7 @@ async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_ar
 async def test_an_inspected_engine_tells_of_stores_and_loads() -> None:
     async with offloading(layout_of()) as (rank, offload):
         storing = await rank.begun(offload.store("a", [(0, [1, 2])], chain("p", 2)))
-        answers: list[Status] = []
-        rank.engine._driver.on_question("me", StatusRequest(1, most=10), answers.append)
-        await until(lambda: answers)
-        account = decode_account(answers[0].account)
+        account = (await answer_of(rank.engine)).account
         assert [(each.kind, each.phase, each.number) for each in account.counts] == [("store", "storing", 1)]
         assert [(hold.request_id, hold.reason, hold.blocks) for hold in account.holds] == [
             ("a", "storing", {0: (1, 2)})
@@ -219,9 +215,7 @@ async def test_a_cancelled_load_keeps_its_blocks_until_nothing_writes_them() -> 
     async with offloading(layout_of(), max_post_bytes=RECORD) as (rank, offload):
         await offload.store("a", [(0, [1, 2, 3])], chain("p", 3))
         loading = await rank.begun(offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48))
-        loading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await loading
+        await cancel(loading)
         assert [h.blocks for h in rank.engine.holds()] == [{0: (5, 6, 7)}]
         returned = asyncio.create_task(offload.returned("b"))
         await asyncio.sleep(0)
@@ -238,9 +232,7 @@ async def test_a_cancelled_store_is_finished_for_others_that_wait() -> None:
         first = await rank.begun(offload.store("a", [(0, [1])], chain("p", 1)))
         second = asyncio.create_task(offload.store("b", [(0, [2])], chain("p", 1)))
         await asyncio.sleep(0)
-        first.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await first
+        await cancel(first)
         assert {h.request_id for h in rank.engine.holds()} == {"a", "b"}
         rank.copies.finish()
         assert (await second).num_blocks == 1
@@ -1149,9 +1141,7 @@ async def test_a_lend_that_is_cancelled_leaves_no_pin() -> None:
             await turn_loop(turns)
             if lending.done():
                 break
-            lending.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await lending
+            await cancel(lending)
             await until(lambda: not offload.statistics().gauges["jobs"])
             assert not offload.statistics().gauges["pins"]
             offload._catalogue.evict(place=Place.HOST)
@@ -1324,9 +1314,7 @@ async def test_a_start_on_a_disk_that_hangs_is_given_up_in_time(way: str, logs: 
             else:
                 closing = asyncio.create_task((rank.offload if way == "closed" else rank.engine).aclose(2.0))
             began = rank.clock.now()
-            while not starting.done():
-                await asyncio.sleep(0)
-                rank.clock.advance(0.01)
+            await pass_until(rank, starting.done, 0.01)
             assert rank.clock.now() - began < (1.1 if way == "cancelled" else 2.1)
             if way == "cancelled":
                 assert starting.cancelled()
