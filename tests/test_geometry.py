@@ -242,13 +242,6 @@ def one(prefill: Engine, decode: Engine, theirs: Lists, mine: Lists, tokens: int
     return plan
 
 
-def test_a1_a_full_prefix_hit_moves_nothing() -> None:
-    e = engine((attention(),))
-    plan = one(e, e, [(0, range(10))], [(40, [])], 40)
-    assert plan.num_bytes == 0
-    assert list(plan.posts(1 << 20, 512)) == []
-
-
 def test_a2_one_group_is_hit_and_the_other_is_not() -> None:
     e = engine((attention(name="a"), attention(name="b")))
     plan = one(e, e, [(0, [1, 2, 3]), (0, [4, 5, 6])], [(12, []), (4, [7, 8])], 12)
@@ -292,6 +285,7 @@ def test_a11_a12_each_side_has_its_own_ratio() -> None:
     here, there = engine((attention(2),), sizes=[(66, 66)]), engine((attention(2),), sizes=[(34, 34)])
     plan = one(there, here, [(0, [5, 6])], [(0, [1, 2])], 68)
     assert sorted(b for _, b in pairs(plan)) == list(range(170, 238))
+    assert sorted(a for a, _ in pairs(plan)) == list(range(66, 134))
     plan = one(engine((attention(2),)), engine((attention(2),), sizes=[(16, 4)]), [(0, [5, 9, 7])], [(0, [2])], 12)
     assert sorted(pairs(plan)) == [(8, 5), (9, 9), (10, 7)]
 
@@ -574,7 +568,7 @@ def test_ranks_that_cut_a_part_along_different_axes_are_refused() -> None:
 @pytest.mark.parametrize(
     ("theirs", "mine", "tokens", "error", "message"),
     [
-        ([(0, [0, 1])], [(0, [0, 1, 2])], 12, RemoteTooShort, "needs KV from token 8 on of 12.*2 blocks of 4"),
+        ([(0, [0, 1])], [(0, [0, 1, 2])], 12, RemoteTooShort, "8 on of 12, but .*: 2 blocks of 4 from token 0"),
         ([(4, [0, 1])], [(0, [0, 1])], 8, RemoteTooShort, "lent from token 4 on"),
         ([(0, [0, None, 1])], [(0, [0, 1, 2])], 12, RemoteTooShort, "token 4 on.*1 placeholders"),
         ([(0, [])], [(0, [0])], 1, RemoteTooShort, "0 blocks"),
@@ -658,6 +652,12 @@ def test_neither_sides_placeholder_becomes_an_address() -> None:
         ([(0, [[1], [2, 3]])], "flat list of integers"),
         ([(0, [1 << 70])], "flat list of integers|not a block"),
         ([(0, None)], "flat list of integers"),
+        ([(0, [0.5])], "flat list of integers"),
+        ([(0, [0, 48])], r"block id 48 is outside \[0, 48\)"),
+        ([(0, [-1, 2])], "block id -1 is not one from 0 to"),
+        ([(0, [3, 4, 3])], "block id 3 is given twice"),
+        ([], "0 groups of blocks"),
+        ([(-1, [3])], "first_token -1"),
         ([(0,)], "give one .first_token, block_ids. per group"),
         ([7], "give one .first_token, block_ids. per group"),
         (5, "give one .first_token, block_ids. per group"),
