@@ -461,18 +461,6 @@ def test_an_answer_that_should_have_been_repeated_since_is_published_with_its_ag
     assert "(its last answer was 9 s ago) when the deadline passed" in it.detail
 
 
-def test_a_pull_that_waits_for_a_lease_and_for_a_transfer_names_both() -> None:
-    world = World()
-    prefill, (decode,) = group(world, 2, 1)
-    params = world.params(prefill, "req", [3], 4, written=True)
-    world.lend(prefill[0], params)
-    it = world.pull(decode, "d-req", [1], params, timeout=3)
-    world.deliver_all()  # all reads are posted, and none of them ends
-    world.advance(4)
-    assert it.reason is Reason.TIMEOUT
-    assert re.match("still reading from prefill/tp0@.*, prefill/tp1@.*, and not lent yet by prefill/tp1@", it.detail)
-
-
 def test_a_release_takes_the_place_of_its_early_claim_and_that_claim_changes_nothing_when_it_comes_again() -> None:
     world, prefill, decode = opened()
     params = world.params([prefill], "req", [3], 4)
@@ -724,18 +712,6 @@ def test_layouts_that_differ_are_refused_at_the_handshake() -> None:
     assert it.reason is Reason.GEOMETRY
     assert "local dim=2, head, token, remote dim=4, head, token" in it.detail
     assert not decode.reads
-
-
-def test_a_renewed_lease_outlasts_a_long_queue() -> None:
-    world, _, decode, params, lease = lent()
-    world.announce(decode, "d-req", params, 400.0)
-    world.run()
-    world.live(300.0, 1.0)
-    assert not lease.is_over
-    it = world.pull(decode, "d-req", [9], params)
-    world.run()
-    assert it.reason is Reason.COMPLETE
-    assert lease.state is LeaseState.RELEASED
 
 
 def test_an_announcement_that_is_never_pulled_releases_the_request() -> None:
