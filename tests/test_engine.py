@@ -19,7 +19,6 @@ from asynckv import (
     EngineConfig,
     LeaseConfig,
     LocalProtocolError,
-    PeerLost,
     PeerUnreachable,
     PlanRefused,
     PrefillRanks,
@@ -448,24 +447,6 @@ async def test_leases_of_a_closed_engine_end_for_callers_that_wait(sim: Bench) -
     assert (end.cause, end.owed) == ("closed", ("*",))
 
 
-async def test_a_peer_that_dies_fails_its_pulls_with_a_typed_error(sim: Bench) -> None:
-    async with sim.pair() as (prefill, decode, group):
-        _, task, data = await reading(prefill, decode, group)
-        data.fail(next(iter(data.running)), peer_lost=True)
-        with pytest.raises(PeerLost) as caught:
-            await task
-        assert caught.value.held == {}
-
-
-async def test_a_failed_transfer_is_a_typed_error(sim: Bench) -> None:
-    async with sim.pair() as (prefill, decode, group):
-        lent, task, data = await reading(prefill, decode, group)
-        data.fail(next(iter(data.running)))
-        with pytest.raises(ReadFailed):
-            await task
-        assert (await lent.wait_released()).readers == {"decode/tp0": "failed"}
-
-
 async def test_a_peer_that_does_not_answer_is_unreachable(sim: Bench) -> None:
     sim.network.fate = lambda sender, to, packet: "drop"
     async with sim.pair() as (_, decode, group):
@@ -507,20 +488,6 @@ async def test_a_lease_without_a_claim_expires(sim: Bench) -> None:
         sim.clock.advance(30.1)
         end = await lent.wait_released()
         assert (end.cause, end.owed) == ("expired", ("*",))
-
-
-async def test_draining_waits_and_takes_nothing_new(sim: Bench) -> None:
-    async with sim.pair() as (prefill, decode, group):
-        first = group.make_params("r", [(0, [1])], 16, written=True)
-        second = group.make_params("s", [(0, [2])], 16, written=True)
-        prefill.engine.lend(first)
-        draining = asyncio.create_task(prefill.engine.drain(10.0))
-        await asyncio.sleep(0)
-        with pytest.raises(EngineClosed):
-            prefill.engine.lend(second)
-        assert not draining.done()
-        await decode.engine.pull("d", [(0, [1])], first)
-        assert await draining == ()
 
 
 @pytest.mark.nixl
