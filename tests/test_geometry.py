@@ -19,10 +19,9 @@ from asynckv.geometry.match import NotCovered, _cover, assign, compare, in_words
 from asynckv.geometry.packed import record_form
 from asynckv.geometry.pairing import BlockLists, common_prefix
 from asynckv.geometry.plan import plan_read
-from asynckv.geometry.tables import PeerTables
 from tests import oracle
 from tests.oracle import Cache, Engine, GroupSpec, LayerSpec, Lists, PartSpec, Rank, check_transfer, even
-from tests.world import make_layout, peer_map
+from tests.world import make_layout
 
 SIZES = st.sampled_from([1, 2, 3, 4, 6])
 STYLES = st.sampled_from(["layers", "split", "cross", "pages"])
@@ -693,25 +692,6 @@ def test_the_last_blocks_of_any_size_use_the_tables_of_the_handshake() -> None:
             assert {s.table.table_id for s in plan.sections} <= known
 
 
-def test_pieces_of_different_memories_are_not_joined() -> None:
-    # Adjacent here, in two memories there, at offsets that continue each other.
-    layers = (attention(2, "a"), attention(2, "b"))
-    here = Rank(
-        Engine(layers, (GroupSpec((0, 1), 4),), style="cross", orders=dict.fromkeys("kv", ("token", "head", "dim"))), 0
-    )
-    there = Rank(Engine(layers, (GroupSpec((0, 1), 4),), orders=dict.fromkeys("kv", ("token", "head", "dim"))), 0)
-    size = there.layout.views[0].stride
-    second = msgspec.structs.replace(there.layout.views[1], offset=size)
-    memory = msgspec.structs.replace(there.layout.memories[1], base=1 << 43, length=9 * size)
-    layout = msgspec.structs.replace(
-        there.layout, views=(there.layout.views[0], second), memories=(there.layout.memories[0], memory)
-    )
-    [shares] = assign(here.layout, [layout])
-    [table] = PeerTables(here.layout, layout, shares, iter(range(9))).regular
-    assert table.remote[:, 0].tolist() == [0, 1]
-    assert table.length.tolist() == [size, size]
-
-
 @pytest.mark.parametrize(("here", "there"), [(16, 10007), (16, 1 << 20), (4093, 4099)])
 def test_sizes_that_share_no_boundary_are_refused_before_any_table(here: int, there: int) -> None:
     local, remote = (
@@ -948,18 +928,6 @@ def test_a_window_is_read_exactly_if_all_that_it_sees_is_lent(data: st.DataObjec
             one(prefill, decode, theirs, [(first, ids)], tokens)
     else:
         one(prefill, decode, theirs, [(first, ids)], tokens)
-
-
-@pytest.mark.parametrize("side", ["local", "remote"])
-def test_descriptors_of_either_side_have_an_index_that_fits(side: str) -> None:
-    """A row has as many descriptors as its side has blocks, and NIXL takes int32."""
-    small, large = make_layout(num_blocks=8), make_layout(num_blocks=1 << 29)
-    pair = (large, small) if side == "local" else (small, large)
-    # Two layers of keys and values are four rows: 2 ** 31 descriptors, one more than there are indices.
-    with pytest.raises(LayoutError, match="int32 descriptor indices"):
-        peer_map(*pair)
-    large = make_layout(num_blocks=(1 << 29) - 1)
-    assert len(peer_map(*((large, small) if side == "local" else (small, large))).regular) == 1
 
 
 RANGES = st.tuples(st.integers(0, 12), st.integers(1, 6)).map(lambda x: (x[0], x[0] + x[1]))

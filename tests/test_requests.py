@@ -206,16 +206,6 @@ def test_each_stage_of_a_decode_engine_releases_for_itself() -> None:
     assert b"".join(rank.buffers.block(9) for rank in stages) == want
 
 
-def test_a_full_prefix_hit_reads_nothing_and_releases_every_rank() -> None:
-    world = World()
-    prefill, decode = group(world, 2, 1, heads=2)
-    params, leases = world.lent_by(prefill, "req", [3], written=True)
-    it = world.pull(decode[0], "d-req", [], params)
-    world.run()
-    assert (it.reason, it.measures.num_bytes) == (Reason.COMPLETE, 0)
-    assert [lease.state for lease in leases] == [LeaseState.RELEASED] * 2
-
-
 def test_a_lease_frees_only_after_every_distinct_reader() -> None:
     world = World()
     prefill, decode = group(world, 1, 4)
