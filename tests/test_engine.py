@@ -447,20 +447,6 @@ async def test_leases_of_a_closed_engine_end_for_callers_that_wait(sim: Bench) -
     assert (end.cause, end.owed) == ("closed", ("*",))
 
 
-async def test_a_peer_that_does_not_answer_is_unreachable(sim: Bench) -> None:
-    sim.network.fate = lambda sender, to, packet: "drop"
-    async with sim.pair() as (_, decode, group):
-        params = group.make_params("r", [(0, [1])], 16)
-        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
-        await until(lambda: decode.engine.statistics().gauges["pulls"] == 1)
-        sim.clock.advance(5.1)
-        with pytest.raises(PeerUnreachable, match="did not answer within 5 s"):
-            await task
-        with pytest.raises(PeerUnreachable, match="next attempt"):
-            await decode.engine.pull("e", [(0, [6])], params)
-        sim.network.fate = lambda sender, to, packet: "deliver"
-
-
 async def test_lost_and_repeated_packets_change_nothing(sim: Bench) -> None:
     kinds: list[Fate] = ["drop", "repeat", "deliver"]
     fates = iter(kinds * 1000)
