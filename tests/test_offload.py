@@ -110,7 +110,7 @@ async def test_what_precedes_a_rotten_record_is_loaded(logs: Lines) -> None:
     disk = SimDisk(64 * RECORD)
     async with offloading(layout_of(), disk=disk, policy="lru") as (rank, offload):
         before = rank.block(*range(10))
-        await store_in_files(rank, offload, "p", list(range(10)))
+        await store_in_files(rank, offload, list(range(10)))
         disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith((b"p-5", b"p-7")))
         assert offload.lookup(chain("p", 10)).tokens == 160
         loaded = await offload.load("b", [(0, list(range(10, 20)))], chain("p", 10), num_tokens=160)
@@ -126,7 +126,7 @@ async def test_what_precedes_a_rotten_record_is_loaded(logs: Lines) -> None:
 async def test_a_load_that_is_given_up_ends_whatever_was_lost() -> None:
     disk = SimDisk(64 * RECORD)
     async with offloading(layout_of(), disk=disk, policy="lru") as (rank, offload):
-        await store_in_files(rank, offload, "p", [1, 2, 3])
+        await store_in_files(rank, offload, [1, 2, 3])
         disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
         for turns in range(1, 30):
             loading = asyncio.create_task(offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48))
@@ -354,7 +354,7 @@ async def test_nothing_more_is_loaded_into_blocks_that_a_copy_in_doubt_may_write
     """Of three blocks one is lost, and what precedes it would be loaded again, into a block that is held."""
     disk = SimDisk(64 * RECORD)
     async with offloading(layout_of(), disk=disk, policy="lru") as (rank, offload):
-        await store_in_files(rank, offload, "p", [1, 2, 3])
+        await store_in_files(rank, offload, [1, 2, 3])
         await offload.load("a", [(0, [4])], chain("p", 1), num_tokens=SIZE)
         disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
         rank.copies.deferred = True
@@ -569,7 +569,7 @@ async def test_a_failed_store_is_not_found() -> None:
 
 async def test_a_load_that_takes_too_long_is_a_miss() -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD)) as (rank, offload):
-        await store_in_files(rank, offload, "p", [1])
+        await store_in_files(rank, offload, [1])
         rank.records.deferred = True
         loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE, timeout_s=2.0))
         await until(lambda: rank.records.moves)
@@ -582,19 +582,19 @@ async def test_a_load_that_takes_too_long_is_a_miss() -> None:
 # -- files -----------------------------------------------------------------------------------------------------
 
 
-async def store_in_files(rank: Rank, offload: Offload, name: str, blocks: list[int]) -> None:
+async def store_in_files(rank: Rank, offload: Offload, blocks: list[int]) -> None:
     """Store blocks so that they are in files alone."""
-    await offload.store(name, [(0, blocks)], chain(name, len(blocks)))
+    await offload.store("p", [(0, blocks)], chain("p", len(blocks)))
     await until(lambda: offload.statistics().counters["blocks.write_back"] >= len(blocks))
     for i in range(16):  # as much as the host tier holds
-        await offload.store(f"{name}-other", [(0, [30])], [f"{name}-filler-{i}"])
+        await offload.store("other", [(0, [30])], [f"filler-{i}"])
     await until(lambda: not offload.statistics().gauges["bytes_under_way"])
 
 
 async def test_what_was_written_back_is_promoted_and_loaded() -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD), policy="lru") as (rank, offload):
         before = rank.block(1, 2)
-        await store_in_files(rank, offload, "p", [1, 2])
+        await store_in_files(rank, offload, [1, 2])
         rank.scribble([1, 2])
         found = offload.lookup(chain("p", 2))
         assert (found.tokens, found.ready_tokens, found.would_wait) == (32, 0, True)
@@ -618,7 +618,7 @@ async def test_files_are_found_again_by_the_next_process() -> None:
     disk = SimDisk(64 * RECORD)
     async with offloading(layout_of(), disk=disk) as (rank, offload):
         before = rank.block(1, 2)
-        await store_in_files(rank, offload, "p", [1, 2])
+        await store_in_files(rank, offload, [1, 2])
     async with offloading(layout_of(), disk=disk, seed=7) as (rank, offload):
         assert offload.lookup(chain("p", 2)).tokens == 32
         await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)
@@ -630,7 +630,7 @@ async def test_files_are_found_again_by_the_next_process() -> None:
 
 async def test_blocks_that_a_slow_disk_was_late_with_are_still_there() -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD), policy="lru") as (rank, offload):
-        await store_in_files(rank, offload, "p", [1, 2])
+        await store_in_files(rank, offload, [1, 2])
         records = rank.records
         records.deferred = True
         loading = asyncio.create_task(offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32))
@@ -771,7 +771,7 @@ async def test_more_jobs_than_there_may_be_are_refused_and_neither_kind_keeps_th
 
 async def test_an_engine_lives_when_its_disk_does_not() -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD), policy="lru") as (rank, offload):
-        await store_in_files(rank, offload, "p", [1])
+        await store_in_files(rank, offload, [1])
         rank.records.lose()
         await until(lambda: offload.lookup(chain("p", 1)).tokens == 0)
         before = rank.block(9)
@@ -1073,7 +1073,7 @@ async def test_what_is_in_files_alone_is_lent_as_well() -> None:
     decode = Rank(layout_of(), seed=50, network=rank.network, engine={"engine_id": "decode"})
     async with rank.running() as offload, decode.engine:
         before = rank.block(1, 2)
-        await store_in_files(rank, offload, "p", [1, 2])
+        await store_in_files(rank, offload, [1, 2])
         assert offload.lookup(chain("p", 2)).ready_tokens == 0
         params = await offload.lend("a", chain("p", 2), num_tokens=32)
         await decode.engine.pull("d", [(0, [8, 9])], params)
@@ -1121,7 +1121,7 @@ async def test_a_lend_that_is_cancelled_leaves_no_pin() -> None:
     network = EngineConfig(engine_id="worker-host")
     rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), network_=network, policy="lru", max_bytes=RECORD)
     async with rank.running() as offload:
-        await store_in_files(rank, offload, "p", [1, 2, 3])
+        await store_in_files(rank, offload, [1, 2, 3])
         for turns in range(40):
             lending = asyncio.create_task(offload.lend("a", chain("p", 3), num_tokens=48))
             await turn_loop(turns)
@@ -1139,7 +1139,7 @@ async def test_what_is_given_up_while_it_is_brought_says_so_to_whoever_lends_it(
     network = EngineConfig(engine_id="worker-host")
     rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), network_=network, policy="lru", max_bytes=RECORD)
     async with rank.running() as offload:
-        await store_in_files(rank, offload, "p", [1, 2, 3])
+        await store_in_files(rank, offload, [1, 2, 3])
         lending = asyncio.create_task(offload.lend("a", chain("p", 3), num_tokens=48))
         await until(lambda: offload.statistics().gauges["jobs"])
         assert offload.cancel("a")

@@ -45,8 +45,8 @@ def brought(prompt: Sequence[int], groups: tuple[Group, ...] = DENSE, **fields: 
     return json.loads(json.dumps(Side(groups, name="prefill").prefill("at-prefill", prompt, **fields)))
 
 
-def num_read(pull: Pull, group: int = 0) -> int:
-    return len([block for block in pull.groups[group][1] if block is not None])
+def num_read(pull: Pull) -> int:
+    return len([block for block in pull.groups[0][1] if block is not None])
 
 
 def is_clean(side: Side) -> bool:
