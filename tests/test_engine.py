@@ -477,25 +477,6 @@ async def test_a_lease_without_a_claim_expires(sim: Bench) -> None:
 
 
 @pytest.mark.nixl
-async def test_a_port_in_use_is_one_clear_error_and_leaves_nothing() -> None:
-    bench = Bench(True)
-    first = bench.side("first", 1)
-    async with first.engine:
-        second = bench.side("second", 2, bind=first.engine.endpoint.address)
-        with pytest.raises(BackendError, match="choose another port"):
-            await second.engine.start()
-
-
-@pytest.mark.nixl
-async def test_an_unknown_back_end_is_one_clear_error() -> None:
-    from asynckv import NixlConfig
-
-    side = Bench(True).side("x", 1, nixl=NixlConfig(backend="NOSUCH"))
-    with pytest.raises(BackendError, match="NOSUCH"):
-        await side.engine.start()
-
-
-@pytest.mark.nixl
 async def test_nothing_reaches_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     async with Bench(True).pair() as (prefill, decode, group):
         params, _ = prefill.lent(group, "r", [1], written=True)
