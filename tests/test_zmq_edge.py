@@ -37,8 +37,8 @@ from asynckv.keys import KeyPair, encode_z85, write_pair
 from asynckv.testing import SimData, SimNetwork
 from tests.commands import python
 from tests.engines import memory, open_files, until
-from tests.lab.attack import HANDSHAKE_COMMANDS
-from tests.lab.strangers import Proxy, place
+from tests.lab.attack import CURVE_GREETING, HANDSHAKE_COMMANDS
+from tests.lab.strangers import GREETING, Proxy, place
 
 LOOPBACK = "tcp://127.0.0.1:0"
 PATIENCE_S = 20.0
@@ -574,7 +574,6 @@ async def test_a_packet_of_just_the_limit_arrives() -> None:
         assert at_a.bodies == [bytes(MAX_PACKET)]
 
 
-GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL" + bytes(16 + 1 + 31)
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
 RAW = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -1309,9 +1308,6 @@ def test_links_leave_descriptors_for_everybody_else() -> None:
         asyncio.run(main())"""
     done = python("-c", code, timeout_s=PATIENCE_S)
     assert done.returncode == 0, done.stderr
-
-
-CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\0CURVE" + bytes(15) + bytes(1 + 31)
 
 
 # -- keys ------------------------------------------------------------------------------------------
