@@ -161,6 +161,13 @@ async def pass_by(bench: Timed, seconds: float, step: float = 0.05) -> None:
         bench.clock.advance(step)
 
 
+async def cancel(task: asyncio.Future[Any]) -> None:
+    """Cancel a task, and see it end by that."""
+    task.cancel()
+    await asyncio.wait([task], timeout=10)
+    assert task.cancelled()
+
+
 async def news_of(desk: EngineDesk) -> Finished:
     """Wait until a desk has something to tell, and take it."""
     await until(lambda: desk.has_news)

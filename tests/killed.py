@@ -49,9 +49,9 @@ MOST_S = 0.05
 BackEnd = Literal["plain", "nixl"]
 
 
-def contents(key: bytes) -> npt.NDArray[np.uint8]:
+def contents(key: bytes, size: int = SIZE) -> npt.NDArray[np.uint8]:
     seed = np.uint64(checksum(key, b"") & 0xFFFFFFFFFFFFFFFF)
-    return (np.arange(SIZE // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ seed).view(np.uint8)
+    return (np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ seed).view(np.uint8)
 
 
 class Life:

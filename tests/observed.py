@@ -9,7 +9,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from asynckv import AsyncKVError, LeaseConfig, Metrics, PrefillRanks, PullConfig
+from asynckv import AsyncKVError, Engine, LeaseConfig, Metrics, PrefillRanks, PullConfig
+from asynckv.account.values import decode_account
+from asynckv.core.wire import Status, StatusRequest
+from asynckv.tools.diagnose.ask import Answer
 from tests.engines import Bench, Side, pass_until, until
 
 QUICK: dict[str, Any] = {"lease": LeaseConfig(lease_s=4.0, grant_s=2.0), "pull": PullConfig(held_s=30.0)}
@@ -21,6 +24,14 @@ def registered(*collectors: Metrics) -> CollectorRegistry:
     for each in collectors:
         registry.register(each)
     return registry
+
+
+async def answer_of(engine: Engine) -> Answer:
+    """Ask an engine of this process, as `asynckv why` asks those that run."""
+    said: list[Status] = []
+    engine._driver.on_question("me", StatusRequest(1, most=10), said.append)
+    await until(lambda: said)
+    return Answer(address="/run/e.sock", gauges=said[0].gauges, account=decode_account(said[0].account))
 
 
 async def passing(bench: Bench, task: asyncio.Task[Any]) -> Any:

@@ -64,7 +64,7 @@ from asynckv.layout import (
 from asynckv.offload import Offload, OffloadConfig
 from asynckv.offload.eviction import policy_named
 from asynckv.tiers.offload import Pin
-from tests.engines import Bench, memory, pass_by, turn_loop, until
+from tests.engines import Bench, memory, pass_by, passing, turn_loop, until
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies
 from tests.offloads import SIZE, Rank, chain, layout_of
@@ -433,12 +433,8 @@ async def pumped(bench: Bench | Rank, call: Callable[[], Any]) -> Any:
     if not inspect.isawaitable(found):
         return found
     task = asyncio.ensure_future(_awaited(found))
-    with anyio.fail_after(20):
-        await turn_loop(20)
-        while not task.done():
-            bench.clock.advance(0.05)
-            await asyncio.sleep(0)
-    return await task
+    await turn_loop(20)
+    return await passing(bench, task, 0.05)
 
 
 async def _awaited(found: Awaitable[Any]) -> Any:

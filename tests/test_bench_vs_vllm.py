@@ -13,8 +13,8 @@ from scripts.bench import vs_vllm as bench_vs_vllm
 from scripts.bench.versus.workload import Checks, Memory, Setup, Window, slots, sources
 
 
-def a_setup(folder: str = "", blocks: int = 16) -> Setup:
-    return Setup(role="consumer", layers=2, block_bytes=4096, num_blocks=blocks, seed=3, folder=folder)
+def a_setup(blocks: int = 16) -> Setup:
+    return Setup(role="consumer", layers=2, block_bytes=4096, num_blocks=blocks, seed=3, folder="")
 
 
 def test_both_sides_get_the_same_requests() -> None:

@@ -11,6 +11,7 @@ import pytest
 from asynckv import EngineClosed, LeaseConfig, LocalProtocolError, PullCancelled, PullConfig
 from asynckv.core.types import Outcome
 from tests.engines import Bench, pass_by, passing, until
+from tests.test_lifecycle import reading
 from tests.world import World, make_layout, opened
 
 STAGES = ["nothing", "announced", "greeted", "claimed", "parked"]
@@ -71,11 +72,7 @@ async def test_after_its_discharge_a_request_is_used_up(bench: Bench) -> None:
 
 
 async def test_an_attempt_that_was_not_the_last_is_followed_by_a_discharge(sim: Bench) -> None:
-    async with sim.pair() as (prefill, decode, group):
-        decode.data.deferred = True
-        params, lent = prefill.lent(group, "r", [1], written=True)
-        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params, is_last=False))
-        await until(lambda: decode.data.running)
+    async with reading(sim, is_last=False) as (_, decode, lent, task, params):
         decode.data.fail(next(iter(decode.data.running)))
         with pytest.raises(Exception, match="a transfer from"):
             await task
@@ -87,11 +84,7 @@ async def test_an_attempt_that_was_not_the_last_is_followed_by_a_discharge(sim: 
 
 @pytest.mark.parametrize("is_retried", [False, True])
 async def test_what_is_pulled_or_retried_is_cancelled_with_params_as_well(sim: Bench, is_retried: bool) -> None:
-    async with sim.pair(pull=PullConfig(retries=3, retry_s=1.0)) as (prefill, decode, group):
-        decode.data.deferred = True
-        params, _ = prefill.lent(group, "r", [1], written=True)
-        task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
-        await until(lambda: decode.data.running)
+    async with reading(sim, retries=3) as (_, decode, _, task, params):
         if is_retried:
             decode.data.fail(next(iter(decode.data.running)))
             await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)

@@ -38,7 +38,7 @@ from asynckv.embed.thread import MAX_CRASHES
 from asynckv.ports import AgentInfo
 from tests.commands import python
 from tests.engines import memory
-from tests.ways import PATIENCE_S, Held
+from tests.ways import PATIENCE_S, Held, Stuck, end, on_loop
 
 pytestmark = pytest.mark.nixl
 
@@ -62,12 +62,6 @@ def thread(made: EngineThread) -> Iterator[EngineThread]:
     made.close(PATIENCE_S)
 
 
-def on_loop(thread: EngineThread, call: Callable[[], object]) -> None:
-    """Call something on the engine's loop, whatever comes of it."""
-    assert thread._loop is not None
-    thread._loop.call_soon_threadsafe(call)
-
-
 def params_of(thread: EngineThread, name: str = "r", block: int = 1) -> dict[str, Any]:
     return PrefillRanks("prefill", [thread.engine.endpoint]).make_params(name, [(0, [block])], 16, written=True)
 
@@ -78,25 +72,6 @@ def test_what_a_question_raises_is_raised_where_it_was_asked(thread: EngineThrea
 
     with pytest.raises(KeyError, match="asked"):
         thread.engine.observation.ask(question, PATIENCE_S)
-
-
-class Stuck:
-    """A loop that is held up until told otherwise."""
-
-    def __init__(self, thread: EngineThread) -> None:
-        self._began, self._go = threading.Event(), threading.Event()
-        on_loop(thread, self._hold)
-        assert self._began.wait(PATIENCE_S)
-
-    def _hold(self) -> None:
-        self._began.set()
-        assert self._go.wait(PATIENCE_S)
-
-    def __enter__(self) -> Stuck:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._go.set()
 
 
 def end_of(thread: EngineThread) -> list[BaseException]:
@@ -370,9 +345,6 @@ def test_an_exception_that_ends_the_loop_is_told_once_and_by_name(thread: Engine
     thread.submit([Lend(params), Lend(params_of(thread, "other", 2))])
     thread.call(asyncio.sleep(0), PATIENCE_S)
 
-    def end() -> None:
-        raise SystemExit("enough")
-
     on_loop(thread, end)
     found: list[BaseException] = []
     told = Finished()
@@ -399,9 +371,6 @@ def test_an_exception_that_ends_the_loop_is_told_once_and_by_name(thread: Engine
 def test_whoever_hears_that_the_loop_has_ended_finds_that_no_orders_are_taken(
     thread: EngineThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def end() -> None:
-        raise SystemExit("enough")
-
     thread.fileno()
     assert thread._news_bell is not None
     ring, was_shut = thread._news_bell.ring, list[bool]()
@@ -439,9 +408,6 @@ def test_an_engine_that_is_closed_while_it_starts_does_not_start(
 
 @pytest.mark.parametrize("method", ["submit", "call", "close"])
 def test_whoever_asks_next_is_told(thread: EngineThread, method: str) -> None:
-    def end() -> None:
-        raise SystemExit("enough")
-
     on_loop(thread, end)
     thread._thread.join(PATIENCE_S)
     ask: dict[str, Callable[[], Any]] = {
@@ -528,9 +494,6 @@ def test_each_pull_is_told_once_though_the_loop_cannot_end_the_engine() -> None:
         assert decode.wait(PATIENCE_S)
         told = decode.take_finished()
     assert told.failed[0].is_held
-
-    def end() -> None:
-        raise SystemExit("enough")
 
     began = time.monotonic()
     with Stuck(decode):  # so that nothing is ended between them

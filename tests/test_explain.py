@@ -394,9 +394,9 @@ MIB = 1 << 20
 POST, MOST_DESCRIPTORS = 4 * MIB, 512
 
 
-def bounds(here: Sequence[Any], there: Sequence[Any], tokens: int = 1024, **options: Any) -> dict[str, dict[str, Any]]:
+def bounds(here: Sequence[Any], there: Sequence[Any], **options: Any) -> dict[str, dict[str, Any]]:
     """Return the bounds of the first rank of each side."""
-    report = explain(here, there, tokens, 0, **options)
+    report = explain(here, there, 1024, 0, **options)
     return {row["blocks"] or "lender": row for row in report["bounds"] if row["rank"].endswith("tp0")}
 
 

@@ -32,7 +32,7 @@ from asynckv.edges.control.local import LocalDoor
 from asynckv.edges.files import nixl as file_nixl
 from asynckv.edges.files import tier as file_tier
 from asynckv.edges.files import worker as file_worker
-from asynckv.edges.files.index import INDEX, DamagedIndex, FileIndex, IndexRow, checksum, read_index, typed
+from asynckv.edges.files.index import INDEX, DamagedIndex, FileIndex, IndexRow, read_index, typed
 from asynckv.edges.files.io import Extent
 from asynckv.edges.files.store import OWNER, OwnerLock, owner_of
 from asynckv.edges.files.tier import FileTier
@@ -45,7 +45,7 @@ from asynckv.ports import CopyOp, Record, RecordNews, RecordPlane, RecordsEnded,
 from asynckv.tools.offload.folder import look, prune_folder
 from tests.commands import python
 from tests.engines import Polled
-from tests.killed import EVERY, unsound
+from tests.killed import EVERY, contents, unsound
 from tests.lab import plain_files
 from tests.lab.plain_files import PlainFiles
 
@@ -59,11 +59,6 @@ SEGMENT = 7 * PAGE
 
 READ, WRITE = CopyOp.READ, CopyOp.WRITE
 DONE = Ending.DONE
-
-
-def contents(key: bytes, size: int = SIZE) -> npt.NDArray[np.uint8]:
-    seed = np.uint64(checksum(key, b"") & 0xFFFFFFFFFFFFFFFF)
-    return (np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) ^ seed).view(np.uint8)
 
 
 class Tier(Polled[RecordNews]):
@@ -318,7 +313,7 @@ async def test_corrupted_and_exchanged_bytes_are_lost_and_nothing_else_is(
     await tier.store(all_of_it)
     overwrite(tmp_path / "tier", all_of_it[3].far + SIZE - 1, b"!", RANGE)
     for one, other in ((5, 6), (6, 5)):
-        overwrite(tmp_path / "tier", all_of_it[one].far, contents(all_of_it[other].key).tobytes(), RANGE)
+        overwrite(tmp_path / "tier", all_of_it[one].far, contents(all_of_it[other].key, SIZE).tobytes(), RANGE)
     assert (await tier.load(all_of_it)).lost == (3, 5, 6)
     assert tier.count("corrupted") == 3
     tier.plane.close()
@@ -1104,10 +1099,10 @@ async def test_what_is_served_is_what_a_dict_would_serve(
                     damaged.discard(place)
                 else:
                     found = tier.bytes[record.near : record.near + SIZE]
-                    assert np.array_equal(found, contents(record.key))
+                    assert np.array_equal(found, contents(record.key, SIZE))
         for place in chance.sample(sorted(kept), min(len(kept), 1)):
             at = chance.randrange(SIZE)
-            overwrite(tmp_path / "tier", place * SIZE + at, bytes([contents(kept[place])[at] ^ 0xFF]))
+            overwrite(tmp_path / "tier", place * SIZE + at, bytes([contents(kept[place], SIZE)[at] ^ 0xFF]))
             damaged.add(place)
         if gone := chance.sample(sorted(kept), min(len(kept), 2)):
             tier.plane.forget([place * SIZE for place in gone])

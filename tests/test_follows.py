@@ -13,7 +13,7 @@ from asynckv.core.following import Following, FollowState
 from asynckv.core.lease import LeaseState
 from asynckv.core.types import FollowParams, KVTransferParams, Reason
 from asynckv.core.wire import Follow, Offered, Unfollow, decode_packet, encode_packet
-from tests.engines import Bench, Side, until
+from tests.engines import Bench, Side, cancel, until
 from tests.world import Rank, World, make_layout, opened, ranks_of
 
 TICKET, OTHER = "0123456789abcdef" * 2, "f" * 32
@@ -423,7 +423,5 @@ async def test_an_offer_that_its_caller_does_not_hear_of_is_released() -> None:
         lent = prefill.engine.lend(params, ticket=TICKET)
         follows = decode.engine._driver.core.decode.follows
         await until(lambda: not follows.by_id)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancel(task)
         assert (await lent.wait_released()).cause == "released"

@@ -31,6 +31,7 @@ from asynckv.tools.plan.layout_file import dump_layouts, load_layouts
 from asynckv.tools.plan.layouts import model_layout
 from asynckv.tools.plan.models import PRESETS, read_hf_config
 from tests.lab.strangers import every_message, mutate
+from tests.test_messages import ALL
 
 LAYOUT = model_layout(PRESETS["nemotron-h-8b"].resized(layers=4), tp_rank=0, tp_size=2, num_blocks=8)
 LAYOUT_TEXT = dump_layouts([LAYOUT])
@@ -48,6 +49,7 @@ OF_PARAMS = decode_params(PARAMS)
 KEYS = 8 * 16_384  # bytes of the keys of all blocks, behind which the values lie
 RECIPE = Recipe(1, ((256, ((16, 1024),)), (8, ())), ((3, 256, 0), (3, KEYS + 512, 0), (3, 7, 1)), ((1, 3), (5, 1)))
 SAID = [
+    *ALL,
     *every_message(OF_PARAMS, LAYOUT, Cohort("decode")),
     m.Welcome(7, m.MAJOR, m.MINOR, "x", "agent", b"", bytes(32), msgspec.Raw(LAYOUT_BYTES), Packing(1 << 40, 16)),
     m.Pack(OF_PARAMS.key, "decode-1", 7, RECIPE),

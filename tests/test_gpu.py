@@ -89,27 +89,20 @@ def test_a_mirror_brings_bytes_there_and_back(torch_cuda: Any) -> None:
 @pytest.mark.gpu
 def test_gpu_tensors_are_registered_as_such(torch_cuda: Any) -> None:
     tensor = torch_cuda.zeros(2, 8, 4, 2, 16, dtype=torch_cuda.bfloat16, device="cuda")
-    registration = asynckv.register_tensors(
-        {"layers.0": tensor},
-        order=("kv", "block", "token", "head", "dim"),
-        block_size=4,
-        num_blocks=8,
-        heads=(0, 2),
-        num_heads=2,
-    )
-    (memory,) = registration.layout.memories
+    (memory,) = registered(tensor).layout.memories
     assert (memory.kind, memory.device, memory.base) == ("cuda", tensor.device.index, tensor.data_ptr())
 
 
 def registered(tensor: Any) -> Any:
-    """Register `[2, 64, 16, 8, 128]` as one layer of 64 blocks."""
+    """Register one layer."""
+    _, num_blocks, block_size, num_heads, _ = tensor.shape
     return asynckv.register_tensors(
         {"layers.0": tensor},
         order=("kv", "block", "token", "head", "dim"),
-        block_size=16,
-        num_blocks=64,
-        heads=(0, 8),
-        num_heads=8,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        heads=(0, num_heads),
+        num_heads=num_heads,
     )
 
 

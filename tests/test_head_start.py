@@ -10,17 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from asynckv import LocalProtocolError, NoOffer, PieceSizes, PlanRefused, PrefillRanks, PullConfig
+from asynckv import LocalProtocolError, NoOffer, PieceSizes, PlanRefused, PrefillRanks, PullConfig, PullResult
 from asynckv.core.attempts import Request, RequestState
 from asynckv.core.following import Following
 from asynckv.core.head_start import HeadStart
 from asynckv.core.lease import Lease
 from asynckv.core.pull import Kind, Pull, PullRequest
 from asynckv.core.types import Cohort, FollowParams, KVTransferParams, Outcome, Reason, ReplyTo, decode_params
-from asynckv.core.wire import Claim, Follow, Release, decode_packet
+from asynckv.core.wire import Claim, Follow, Release
+from asynckv.embed import EngineDesk, StartEarly
+from asynckv.embed import Follow as FollowOrder
+from asynckv.engine import LentRequest
 from asynckv.geometry.blocks import check_block_ids
-from tests.engines import Bench, Side, until
-from tests.test_follows import TICKET, target_of
+from tests.engines import Bench, Side, cancel, news_of, until
+from tests.test_follows import TICKET, sent, target_of
 from tests.world import BLOCK, Rank, World, make_layout, opened, ranks_of
 
 HERE, THERE = (1, 2, 3, 4), (7, 5, 6, 3)  # the blocks of the request on either side
@@ -113,10 +116,6 @@ def served(**options: Any) -> tuple[Service, World, Rank, Rank]:
     """Return a service with a rank of each side, its world and both ranks."""
     service = Service(**options)
     return service, service.world, service.prefill[0], service.decode[0]
-
-
-def sent(world: World, kind: type) -> list[Any]:
-    return [m for letter in world.letters for m in decode_packet(letter.data).messages if type(m) is kind]
 
 
 def counters(rank: Rank, prefix: str = "pieces.") -> dict[str, int]:
@@ -522,24 +521,71 @@ PIECE = Service().params(2, 0, "p", recall=True)
 # -- engines ---------------------------------------------------------------------------------------------------------
 
 
-async def beginning(prefill: Side, decode: Side, group: PrefillRanks) -> asyncio.Task[dict[str, Any]]:
-    """Follow a request of four blocks with a head start, and read a piece of its first two."""
-    follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))]))
+def follow_early(prefill: Side, decode: Side, **options: Any) -> asyncio.Task[dict[str, Any]]:
+    """Follow a request of four blocks with a head start."""
+    follow = decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))], **options)
+    return asyncio.create_task(follow)
+
+
+async def lend_piece(prefill: Side, group: PrefillRanks) -> dict[str, Any]:
+    """Lend the first two of its blocks once it is followed."""
     await until(lambda: prefill.engine.is_followed(TICKET))
     piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
     prefill.engine.lend_piece(piece, TICKET)
+    return piece
+
+
+def lend_whole(prefill: Side, group: PrefillRanks, ticket: str = TICKET) -> tuple[dict[str, Any], LentRequest]:
+    params = group.make_params("p", [(0, list(THERE))], 64, written=True)
+    return params, prefill.engine.lend(params, ticket=ticket)
+
+
+def pull_whole(decode: Side, params: dict[str, Any], **options: Any) -> asyncio.Task[PullResult]:
+    return asyncio.create_task(decode.engine.pull("d", [(0, list(HERE))], params, **options))
+
+
+async def beginning(prefill: Side, decode: Side, group: PrefillRanks) -> asyncio.Task[dict[str, Any]]:
+    """Follow a request with a head start, and read a piece of it."""
+    follow = follow_early(prefill, decode)
+    await lend_piece(prefill, group)
     await until(lambda: prefill.engine.is_followed(TICKET))
     return follow
+
+
+async def reading_piece(prefill: Side, decode: Side, group: PrefillRanks) -> asyncio.Task[dict[str, Any]]:
+    """Follow a request with a head start, and read a piece of it until the test says that the read ends."""
+    decode.data.deferred = True
+    follow = follow_early(prefill, decode)
+    await lend_piece(prefill, group)
+    await until(lambda: decode.data.running)
+    return follow
+
+
+async def offered_piece(prefill: Side, desk: EngineDesk, group: PrefillRanks, **options: Any) -> dict[str, Any]:
+    """Let a desk follow a request, and return the params of the piece that it is offered."""
+    desk.submit([FollowOrder("d", target_of(prefill.engine), takes_pieces=True, **options)])
+    await lend_piece(prefill, group)
+    (offer,) = (await news_of(desk)).offered
+    return dict(offer.params)
+
+
+async def offered_whole(prefill: Side, desk: EngineDesk, group: PrefillRanks) -> dict[str, Any]:
+    """Let a desk follow a request with a head start until it is offered the loan, and return its params."""
+    piece = await offered_piece(prefill, desk, group)
+    desk.submit([StartEarly(request_id="d", groups=[(0, list(HERE))], params=piece)])
+    await until(lambda: prefill.engine.is_followed(TICKET))
+    params, _ = lend_whole(prefill, group)
+    await news_of(desk)
+    return params
 
 
 @pytest.mark.parametrize("real", [False, True])
 async def test_an_engine_reads_ahead_and_then_the_rest(real: bool) -> None:
     async with Bench(real).pair() as (prefill, decode, group):
         follow = await beginning(prefill, decode, group)
-        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
-        lent = prefill.engine.lend(params, ticket=TICKET)
+        params, lent = lend_whole(prefill, group)
         assert await follow == params
-        result = await decode.engine.pull("d", [(0, list(HERE))], params)
+        result = await pull_whole(decode, params)
         assert result.num_tokens == 64
         assert decode.blocks(list(HERE)) == prefill.blocks(list(THERE))
         assert (await lent.wait_released()).cause == "released"
@@ -570,9 +616,7 @@ async def test_an_offer_that_its_caller_does_not_hear_of_is_released_also_with_a
         follow = await beginning(prefill, decode, group)
         lent = prefill.engine.lend(group.make_params("p", [(0, list(THERE))], 64), ticket=TICKET)
         await until(lambda: not decode.engine._driver.core.decode.follows.by_id)
-        follow.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await follow
+        await cancel(follow)
         assert (await lent.wait_released()).cause == "released"
 
 
@@ -584,9 +628,7 @@ async def test_a_loan_that_is_refused_ends_its_pieces() -> None:
         with pytest.raises(PlanRefused):
             prefill.engine.lend(group.make_params("p", [(0, [1, 99])], 32), ticket=TICKET)
         assert not offers.pieces
-        follow.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await follow
+        await cancel(follow)
 
 
 async def test_a_piece_is_written_and_may_be_taken_back_or_is_refused() -> None:

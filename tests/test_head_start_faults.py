@@ -8,18 +8,30 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv import BytesDiffer, DecodeLedger, LocalProtocolError, PrefillRanks, PullConfig
+from asynckv import BytesDiffer, LocalProtocolError, PrefillRanks, PullConfig
 from asynckv.core.attempts import RequestState
 from asynckv.core.parking import AT_ONCE
 from asynckv.core.pull import Kind, PullRequest
 from asynckv.core.types import Cohort, Endpoint, FollowParams, KVTransferParams, Reason, ReplyTo, decode_params
 from asynckv.core.wire import Follow, Offered, Unfollow, decode_packet, encode_offer
-from asynckv.embed import EngineDesk, Finished, Lend, Offer, PrefillLedger, Pull, Refused, StartEarly
-from asynckv.embed import Follow as FollowOrder
-from asynckv.testing import SimData
+from asynckv.embed import EngineDesk, Finished, Lend, PrefillLedger, Pull, Refused, StartEarly
 from tests.engines import Bench, turn_loop, until
-from tests.test_follows import OTHER, TICKET, target_of
-from tests.test_head_start import HERE, THERE, Service, counters, head, served
+from tests.test_follows import OTHER, TICKET
+from tests.test_head_start import (
+    HERE,
+    THERE,
+    Service,
+    counters,
+    follow_early,
+    head,
+    lend_piece,
+    lend_whole,
+    offered_whole,
+    pull_whole,
+    reading_piece,
+    served,
+)
+from tests.test_ledgers import early
 from tests.world import BLOCK, World, make_layout, ranks_of
 
 # -- wrong bytes, and blocks that are given back too early -----------------------------------------------------------
@@ -46,13 +58,10 @@ def test_pieces_of_a_second_request_under_a_ticket_do_not_outlive_its_loan() -> 
 
 async def test_a_cancelled_pull_waits_until_the_piece_under_way_has_its_outcome() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
-        data = decode.data
-        data.deferred = True
-        follow = await _reading(prefill, decode, group, data)
-        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
-        prefill.engine.lend(params, ticket=TICKET)
+        data, follow = decode.data, await reading_piece(prefill, decode, group)
+        params, _ = lend_whole(prefill, group)
         await follow
-        pull = asyncio.create_task(decode.engine.pull("d", [(0, list(HERE))], params))
+        pull = pull_whole(decode, params)
         await until(lambda: any(x.state is RequestState.PAUSING for x in decode.engine._driver.core.requests))
         pull.cancel()
         await turn_loop(20)
@@ -61,14 +70,6 @@ async def test_a_cancelled_pull_waits_until_the_piece_under_way_has_its_outcome(
         with pytest.raises(asyncio.CancelledError):
             await pull
         assert not was_done, "NIXL may still write, as after any other pull"
-
-
-async def _reading(prefill: Any, decode: Any, group: PrefillRanks, data: SimData) -> asyncio.Task[dict[str, Any]]:
-    follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))]))
-    await until(lambda: prefill.engine.is_followed(TICKET))
-    prefill.engine.lend_piece(group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True), TICKET)
-    await until(lambda: data.running)
-    return follow
 
 
 def test_pieces_of_two_prompts_are_not_put_together() -> None:
@@ -107,7 +108,7 @@ async def test_a_loan_that_its_desk_refuses_ends_its_pieces() -> None:
 
 async def test_a_follow_that_is_cancelled_just_before_it_hears_of_a_piece_leaves_nothing() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
-        follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))]))
+        follow = follow_early(prefill, decode)
         await until(lambda: prefill.engine.is_followed(TICKET))
         control: Any = decode.engine._driver.control
         hear = control._on_packet
@@ -118,9 +119,7 @@ async def test_a_follow_that_is_cancelled_just_before_it_hears_of_a_piece_leaves
             return hear(origin, packet, principal)
 
         control._on_packet = cancelled_first
-        prefill.engine.lend_piece(
-            group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True), TICKET
-        )
+        await lend_piece(prefill, group)
         with pytest.raises(asyncio.CancelledError):
             await follow
         await turn_loop(20)
@@ -261,18 +260,10 @@ def test_a_piece_without_any_block_is_refused_or_offered_to_nobody() -> None:
 
 
 def test_a_decode_ledger_hears_of_a_head_start_that_is_refused() -> None:
-    ledger = DecodeLedger(1)
-    service = Service()
-    target = service.follows[0].target
-    ledger.follow("d", msgspec.to_builtins(target), takes_pieces=True)
-    ledger.take_orders()
-    piece = msgspec.to_builtins(service.params(1, 0, "p/1", recall=True))
-    ledger.update(0, Finished(offered=[Offer("d", piece, is_piece=True)]))
-    ledger.start_early("d", [(0, [1])])
-    (order,) = ledger.take_orders()
+    ledger, order = early(), StartEarly(request_id="a", groups=[(0, [1, 2])], params={})
     ledger.update(0, Finished(refused=[Refused(order, LocalProtocolError("in flight already"))]))
     ledger.take_orders()
-    assert [fetch.request_id for fetch in ledger.take_outcome().failed] == ["d"]
+    assert [fetch.request_id for fetch in ledger.take_outcome().failed] == ["a"]
 
 
 def test_a_prefill_ledger_lends_pieces_of_a_request_with_a_long_id() -> None:
@@ -377,14 +368,11 @@ def test_what_pieces_brought_is_not_taken_for_a_later_request_of_the_same_name()
 async def test_a_difference_in_a_piece_fails_the_request_also_after_its_offer() -> None:
     bench = Bench(False)
     async with bench.pair(pull=PullConfig(second_look=1.0)) as (prefill, decode, group):
-        data = decode.data
-        data.deferred = True
-        follow = await _reading(prefill, decode, group, data)
+        data, follow = decode.data, await reading_piece(prefill, decode, group)
         reads = set(data.running)
         data.finish()
         await until(lambda: data.running and not reads & set(data.running))
-        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
-        prefill.engine.lend(params, ticket=TICKET)
+        params, _ = lend_whole(prefill, group)
         await follow
         for array in prefill.arrays:
             array[:] = 0xDD  # somebody writes into what is lent
@@ -393,7 +381,7 @@ async def test_a_difference_in_a_piece_fails_the_request_also_after_its_offer() 
         data.deferred = False
         bench.clock.advance(0.01)
         with pytest.raises(BytesDiffer):
-            await decode.engine.pull("d", [(0, list(HERE))], params)
+            await pull_whole(decode, params)
 
 
 def test_a_head_start_that_differs_releases_its_loan_when_it_is_cancelled() -> None:
@@ -481,18 +469,7 @@ async def test_a_pull_that_does_not_say_that_it_goes_on_leaves_no_flight() -> No
     """When the desk is closed, such a flight is reported as failed and retired, though its request is complete."""
     async with Bench(False).pair() as (prefill, decode, group):
         desk = EngineDesk(decode.engine)
-        desk.submit([FollowOrder("d", target_of(prefill.engine), takes_pieces=True)])
-        await until(lambda: prefill.engine.is_followed(TICKET))
-        piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
-        prefill.engine.lend_piece(piece, TICKET)
-        await until(lambda: desk.has_news)
-        (offer,) = desk.take_finished().offered
-        desk.submit([StartEarly(request_id="d", groups=[(0, list(HERE))], params=offer.params)])
-        await until(lambda: prefill.engine.is_followed(TICKET))
-        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
-        prefill.engine.lend(params, ticket=TICKET)
-        await until(lambda: desk.has_news)
-        desk.take_finished()
+        params = await offered_whole(prefill, desk, group)
         desk.submit([Pull(request_id="d", groups=[(0, list(HERE))], params=params)])
         await until(lambda: desk.has_news)
         assert not desk._flights

@@ -446,11 +446,14 @@ async def test_a_failed_handshake_says_so_with_its_seconds(sim: Bench, logs: Lin
         task = asyncio.create_task(decode.engine.pull("d", [(0, [6])], params))
         await until(lambda: decode.engine.statistics().gauges["pulls"] == 1)
         sim.clock.advance(5.1)
-        with pytest.raises(PeerUnreachable, match="request 'd' failed in handshake: prefill/tp0@") as caught:
+        said = r"request 'd' failed in handshake: prefill/tp0@.* did not answer within 5 s"
+        with pytest.raises(PeerUnreachable, match=said) as caught:
             await task
         assert caught.value.failed_in == pickle.loads(pickle.dumps(caught.value)).failed_in == "handshake"
+        with pytest.raises(PeerUnreachable, match="next attempt"):
+            await decode.engine.pull("e", [(0, [6])], params)
         sim.network.fate = lambda sender, to, packet: "deliver"
-    (line,) = logs.of("pull_ended")
+    line, _ = logs.of("pull_ended")
     assert (line["failed_in"], line["phases"]["handshake"]) == ("handshake", pytest.approx(5.0, abs=0.11))
     assert line["phases"]["read"] == line["phases"]["queue"] == 0
     (changed,) = [e for e in logs.of("peer_changed") if e["state"] == "new"]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
 import pytest
 
-from asynckv import DecodeLedger, PlanRefused
+from asynckv import PlanRefused
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.head_start import _agreed
 from asynckv.core.pull import PullRequest
 from asynckv.core.types import Reason
-from asynckv.embed import Cancel, Failed, Finished, Offer
+from asynckv.embed import Cancel, Failed, Finished
 from asynckv.errors import NoOffer, PullCancelled
 from tests.engines import Bench, pass_until, turn_loop, until
-from tests.test_follows import TICKET, target_of
-from tests.test_head_start import HERE, THERE, Service
+from tests.test_follows import TICKET
+from tests.test_head_start import HERE, Service, follow_early, lend_piece, lend_whole, pull_whole, reading_piece, served
+from tests.test_ledgers import early
 from tests.world import BLOCK
 
 
@@ -26,8 +26,7 @@ def test_a_connection_that_breaks_once_costs_no_request_that_may_be_tried_again(
     """What claims while a piece is read is no attempt, so its failure is not the reader's last word. An attempt after a
     pause trusts nothing that pieces brought, because nothing holds the blocks meanwhile.
     """
-    service = Service()
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served()
     if pieces != "none":
         service.early(2)
     if pieces == "read before":
@@ -56,18 +55,13 @@ async def test_a_head_start_ends_whose_offer_comes_in_the_turn_in_which_its_time
     async with bench.pair() as (prefill, decode, group):
         driver: Any = decode.engine._driver
         core = driver.core
-        follow = asyncio.create_task(
-            decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))], wait_s=5.0)
-        )
-        await until(lambda: prefill.engine.is_followed(TICKET))
-        piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
-        prefill.engine.lend_piece(piece, TICKET)
+        follow = follow_early(prefill, decode, wait_s=5.0)
+        await lend_piece(prefill, group)
         await until(lambda: "pieces.complete" in decode.engine.statistics().counters)
         await until(lambda: prefill.engine.is_followed(TICKET))
         hear, packets = driver.control._on_packet, list[Any]()
         driver.control._on_packet = lambda *packet: packets.append(packet)
-        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
-        lent = prefill.engine.lend(params, ticket=TICKET)
+        _, lent = lend_whole(prefill, group)
         await until(lambda: packets)
         driver.control._on_packet = hear
         bench.clock.advance(5.0)
@@ -92,16 +86,11 @@ async def test_a_pull_that_its_own_engine_ends_is_cancelled_also_behind_a_piece(
         data = decode.data
         data.deferred = True
         if is_early:
-            follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))]))
-            await until(lambda: prefill.engine.is_followed(TICKET))
-            piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
-            prefill.engine.lend_piece(piece, TICKET)
-            await until(lambda: data.running)
-        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
-        prefill.engine.lend(params, ticket=TICKET)
+            follow = await reading_piece(prefill, decode, group)
+        params, _ = lend_whole(prefill, group)
         if is_early:
             await follow
-        pull = asyncio.create_task(decode.engine.pull("d", [(0, list(HERE))], params))
+        pull = pull_whole(decode, params)
         await until(lambda: data.running)
         await turn_loop(20)
         ending = asyncio.create_task(getattr(decode.engine, how)(0.0))
@@ -114,29 +103,17 @@ async def test_a_pull_that_its_own_engine_ends_is_cancelled_also_behind_a_piece(
         assert caught.value.held == {}
 
 
-def early_of(num_ranks: int = 1) -> DecodeLedger:
-    """Return the ledger of a decode engine with a request that has a head start, and is not offered yet."""
-    service, ledger = Service(), DecodeLedger(num_ranks)
-    ledger.follow("d", msgspec.to_builtins(service.follows[0].target), takes_pieces=True)
-    ledger.take_orders()
-    piece = msgspec.to_builtins(service.params(1, 0, "p/1", recall=True))
-    ledger.update(0, Finished(offered=[Offer("d", piece, is_piece=True)]))
-    ledger.start_early("d", [(0, [1])])
-    ledger.take_orders()
-    return ledger
-
-
 def test_a_head_start_whose_prompt_is_cached_is_released_as_soon_as_it_is_offered() -> None:
     """`release` says so of each request; without it the prefill engine waits for the end of the lease."""
-    ledger = early_of()
-    ledger.release("d")
-    assert Cancel("d", follows_on=True) in ledger.take_orders()
+    ledger = early()
+    ledger.release("a")
+    assert Cancel("a", follows_on=True) in ledger.take_orders()
 
 
 def test_a_head_start_that_fails_is_released_as_soon_as_it_is_offered() -> None:
     """Its prefill engine goes on, and nobody else knows that its loan will not be read."""
-    ledger = early_of(2)
-    ledger.update(0, Finished(failed=[Failed("d", PlanRefused("it does not fit"))]))
+    ledger = early(num_ranks=2)
+    ledger.update(0, Finished(failed=[Failed("a", PlanRefused("it does not fit"))]))
     (order,) = ledger.take_orders()
     assert isinstance(order, Cancel)
     assert order.follows_on

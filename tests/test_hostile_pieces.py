@@ -8,25 +8,37 @@ from typing import Any
 import msgspec
 import pytest
 
-from asynckv import DecodeLedger, LocalProtocolError, PrefillRanks, PullConfig
+from asynckv import LocalProtocolError, PrefillRanks, PullConfig
 from asynckv.core.head_start import HeadStart
 from asynckv.core.types import Cohort, Endpoint, Outcome, Reason, ReplyTo
 from asynckv.core.wire import Follow, Offered, Release
 from asynckv.embed import EndPieces, EngineDesk, Finished, Offer, PrefillLedger, Pull, StartEarly
-from asynckv.embed import Follow as FollowOrder
 from asynckv.errors import AsyncKVError, PullTimeout
 from asynckv.geometry.blocks import check_block_ids
 from asynckv.geometry.bounds import MAX_TOKENS
-from tests.engines import Bench, news_of, until
-from tests.test_follows import OTHER, TICKET, target_of
-from tests.test_head_start import HERE, THERE, Service, counters, sent
+from tests.engines import Bench, cancel, news_of, passing, turn_loop, until
+from tests.test_follows import OTHER, TICKET, sent, target_of
+from tests.test_head_start import (
+    HERE,
+    THERE,
+    beginning,
+    counters,
+    follow_early,
+    lend_piece,
+    lend_whole,
+    offered_piece,
+    offered_whole,
+    pull_whole,
+    reading_piece,
+    served,
+)
+from tests.test_ledgers import early, new_params
 from tests.world import BLOCK, make_layout
 
 
 def test_nothing_else_fills_what_pieces_brought_while_the_rest_is_pulled() -> None:
     """A scheduler gives a block to two requests, which a plain pull notices."""
-    service = Service()
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served()
     service.early(2)
     world.run()
     params, _ = service.lend()
@@ -41,53 +53,35 @@ def test_nothing_else_fills_what_pieces_brought_while_the_rest_is_pulled() -> No
     service.ended_well()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("early", [False, True])
 async def test_a_follow_that_is_cancelled_as_its_request_is_pulled_releases_nothing(early: bool) -> None:
     """As on the ranks that were not the first to be offered it: `pull` what another rank was offered, and cancel."""
     async with Bench(False).pair() as (prefill, decode, group):
-        groups = [(0, list(HERE))]
-        follow = asyncio.create_task(
-            decode.engine.follow("d", target_of(prefill.engine), groups=groups if early else None)
-        )
         if early:
-            await until(lambda: prefill.engine.is_followed(TICKET))
-            piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
-            prefill.engine.lend_piece(piece, TICKET)
-            await until(lambda: prefill.engine.is_followed(TICKET))
+            follow = await beginning(prefill, decode, group)
         else:
+            follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine)))
             await until(lambda: decode.engine._driver.core.decode.follows.by_id)
-        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
-        prefill.engine.lend(params)
-        pull = asyncio.create_task(decode.engine.pull("d", groups, params))
+        params, _ = lend_whole(prefill, group, ticket="")
+        pull = pull_whole(decode, params)
         await until(lambda: not decode.engine._driver.core.decode.follows.by_id)
-        follow.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await follow
-        result = await pull
-        assert result.num_tokens == 64
+        await cancel(follow)
+        assert (await pull).num_tokens == 64
 
 
-@pytest.mark.anyio
 async def test_a_follow_that_is_cancelled_as_its_request_is_announced_releases_nothing() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine)))
         await until(lambda: decode.engine._driver.core.decode.follows.by_id)
-        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
-        prefill.engine.lend(params)
+        params, _ = lend_whole(prefill, group, ticket="")
         decode.engine.announce("d", params)
-        follow.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await follow
-        for _ in range(20):
-            await asyncio.sleep(0)
-        result = await decode.engine.pull("d", [(0, list(HERE))], params)
-        assert result.num_tokens == 64
+        await cancel(follow)
+        await turn_loop(20)
+        assert (await pull_whole(decode, params)).num_tokens == 64
 
 
 def test_an_offer_that_crosses_a_cancellation_is_released_while_a_piece_is_still_read() -> None:
-    service = Service()
-    world, (prefill,), (decode,) = service.world, service.prefill, service.decode
+    service, world, prefill, decode = served()
     service.early(2)
     prefill.core.prefill.offers.end_pieces(TICKET)  # of a prompt that was preempted, so that followers wait
     world.live(3.0)  # the read takes so long that its follower repeats itself
@@ -103,8 +97,7 @@ def test_an_offer_that_crosses_a_cancellation_is_released_while_a_piece_is_still
 @pytest.mark.parametrize("how", ["engine", "restart"])
 def test_pieces_of_one_engine_are_not_put_together_with_the_loan_of_another(how: str) -> None:
     """A router had it computed again elsewhere, or the engine was restarted, perhaps with other weights."""
-    service = Service()
-    world, (decode,) = service.world, service.decode
+    service, world, _, decode = served()
     service.early(2)
     world.run()
     name = {"engine": "second", "restart": "prefill"}[how]
@@ -120,22 +113,11 @@ def test_pieces_of_one_engine_are_not_put_together_with_the_loan_of_another(how:
     assert [decode.buffers.block(b) for b in HERE] == lent
 
 
-@pytest.mark.anyio
 async def test_blocks_of_a_cancelled_head_start_can_be_used_once_they_have_returned() -> None:
-    bench = Bench(False)
-    async with bench.pair() as (prefill, decode, group):
-        data = decode.data
-        data.deferred = True
-        follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))]))
-        await until(lambda: prefill.engine.is_followed(TICKET))
-        prefill.engine.lend_piece(
-            group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True), TICKET
-        )
-        await until(lambda: data.running)
+    async with Bench(False).pair() as (prefill, decode, group):
+        data, follow = decode.data, await reading_piece(prefill, decode, group)
         params, _ = prefill.lent(group, "q", list(range(10, 14)))
-        follow.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await follow
+        await cancel(follow)
 
         async def waits() -> None:
             await decode.engine.returned("d")
@@ -143,8 +125,7 @@ async def test_blocks_of_a_cancelled_head_start_can_be_used_once_they_have_retur
             await decode.engine.pull("e", [(0, list(HERE))], params)
 
         task = asyncio.create_task(waits())
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await turn_loop(5)
         data.finish()
         await task
 
@@ -158,20 +139,10 @@ def test_a_head_start_begins_behind_what_is_cached_of_the_groups_that_pieces_bri
     assert it.have == BLOCK
 
 
-@pytest.mark.anyio
 async def test_a_pull_that_is_ordered_twice_behind_a_head_start_is_refused_and_changes_nothing() -> None:
     async with Bench(False).pair() as (prefill, decode, group):
         desk = EngineDesk(decode.engine)
-        desk.submit([FollowOrder("d", target_of(prefill.engine), takes_pieces=True)])
-        await until(lambda: prefill.engine.is_followed(TICKET))
-        piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
-        prefill.engine.lend_piece(piece, TICKET)
-        (offer,) = (await news_of(desk)).offered
-        desk.submit([StartEarly(request_id="d", groups=[(0, list(HERE))], params=offer.params)])
-        await until(lambda: prefill.engine.is_followed(TICKET))
-        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
-        prefill.engine.lend(params, ticket=TICKET)
-        await news_of(desk)
+        params = await offered_whole(prefill, desk, group)
         order = Pull(request_id="d", groups=[(0, list(HERE))], params=params, goes_on=True)
         desk.submit([order, order])
         found = Finished()
@@ -198,24 +169,14 @@ def test_a_loan_that_a_ledger_refuses_ends_its_pieces(wrong: str) -> None:
 
 
 def test_a_pull_with_malformed_blocks_is_refused_with_a_clear_error() -> None:
-    ledger = DecodeLedger(1)
-    service = Service()
-    target = service.follows[0].target
-    ledger.follow("d", msgspec.to_builtins(target), takes_pieces=True)
-    ledger.take_orders()
-    piece = msgspec.to_builtins(service.params(1, 0, "p/1", recall=True))
-    ledger.update(0, Finished(offered=[Offer("d", piece, is_piece=True)]))
-    ledger.start_early("d", [(0, [1])])
-    ledger.take_orders()
-    ledger.update(0, Finished(offered=[Offer("d", msgspec.to_builtins(service.params(1, 0, "p")))]))
+    ledger = early(Offer("a", new_params()))
     for groups in (None, [None], [(0, None)], 7):
         with pytest.raises(LocalProtocolError):
-            ledger.pull("d", groups)  # type: ignore[arg-type]
+            ledger.pull("a", groups)  # type: ignore[arg-type]
 
 
 def test_a_follower_that_can_take_nothing_keeps_no_other_engine_from_a_head_start() -> None:
-    service = Service()
-    (prefill,) = service.prefill
+    service, _, prefill, _ = served()
     offers = prefill.core.prefill.offers
     offers.follow(Follow(OTHER, 1, Cohort("broken"), MAX_TOKENS), ReplyTo(b"x"), "s", 0.0, "", "")
     prefill.core.lend(service.params(1, 0, "p/1", recall=True), 1, 0.0, OTHER, is_piece=True)
@@ -226,8 +187,7 @@ def test_a_follower_that_can_take_nothing_keeps_no_other_engine_from_a_head_star
 
 def test_a_piece_looks_at_followers_that_wait_once_and_not_at_each_earlier_piece() -> None:
     """With 2,048 followers and 256 pieces the loop was away for 60 ms, each time that a piece was lent."""
-    service = Service()
-    (prefill,) = service.prefill
+    service, _, prefill, _ = served()
     offers, looks = prefill.core.prefill.offers, 0
 
     class Tokens(int):
@@ -247,8 +207,7 @@ def test_a_piece_looks_at_followers_that_wait_once_and_not_at_each_earlier_piece
 
 def test_a_loan_does_not_run_out_while_its_reader_waits_for_the_end_of_a_piece() -> None:
     """A pull claims and renews from the beginning, however long it queues or reads."""
-    service = Service()
-    world, (decode,) = service.world, service.decode
+    service, world, _, decode = served()
     service.early(2)
     assert decode.reads
     params, (lease,) = service.lend()
@@ -261,8 +220,7 @@ def test_a_loan_does_not_run_out_while_its_reader_waits_for_the_end_of_a_piece()
 
 def test_the_params_of_pieces_take_a_bounded_number_of_bytes() -> None:
     """Each piece of a long prompt repeats all hashes before it: 4 MB of 65,536 hashes, 256 times."""
-    service = Service()
-    (prefill,) = service.prefill
+    service, _, prefill, _ = served()
     hashes = [f"{number:064x}" for number in range(1 << 16)]
     for number in range(16):
         piece = service.params(1, 0, f"p/{number}", recall=True, hashes=hashes, hash_tokens=1)
@@ -271,18 +229,13 @@ def test_the_params_of_pieces_take_a_bounded_number_of_bytes() -> None:
     assert sum(len(memoryview(each.params)) for each in lent) <= 1 << 25
 
 
-@pytest.mark.anyio
 async def test_a_head_start_that_is_never_pulled_is_too_late_and_not_refused_by_a_piece_of_long_ago() -> None:
     bench = Bench(False)
     async with bench.pair(pull=PullConfig(announce_s=5.0)) as (prefill, decode, group):
         desk, data = EngineDesk(decode.engine), decode.data
-        desk.submit([FollowOrder("d", target_of(prefill.engine), wait_s=5.0, takes_pieces=True)])
-        await until(lambda: prefill.engine.is_followed(TICKET))
-        piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
-        prefill.engine.lend_piece(piece, TICKET)
-        (offer,) = (await news_of(desk)).offered
+        piece = await offered_piece(prefill, desk, group, wait_s=5.0)
         data.deferred = True
-        desk.submit([StartEarly(request_id="d", groups=[(0, list(HERE))], params=offer.params)])
+        desk.submit([StartEarly(request_id="d", groups=[(0, list(HERE))], params=piece)])
         await until(lambda: data.running)
         prefill.engine.end_pieces(TICKET)  # its prompt is preempted
         data.deferred = False
@@ -291,24 +244,19 @@ async def test_a_head_start_that_is_never_pulled_is_too_late_and_not_refused_by_
         failed = list[Any]()
         while not failed:
             bench.clock.advance(0.5)
-            for _ in range(5):
-                await asyncio.sleep(0)
+            await turn_loop(5)
             failed = desk.take_finished().failed
         assert failed[0].error.reason == "timeout"
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("way", ["recall", "withdraw"])
 async def test_a_piece_that_is_taken_back_by_its_params_is_granted_no_more(way: str) -> None:
     """Its params say `recall=True`, and `recall` promises that nothing of what it names is lent when it returns."""
-    bench = Bench(False)
-    async with bench.pair() as (prefill, decode, group):
+    async with Bench(False).pair() as (prefill, decode, group):
         data = decode.data
         data.deferred = True
-        follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))]))
-        await until(lambda: prefill.engine.is_followed(TICKET))
-        piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
-        prefill.engine.lend_piece(piece, TICKET)
+        follow = follow_early(prefill, decode)
+        piece = await lend_piece(prefill, group)
         await until(lambda: data.running)
         if way == "recall":
             assert prefill.engine.recall([piece]) == ()
@@ -320,15 +268,12 @@ async def test_a_piece_that_is_taken_back_by_its_params_is_granted_no_more(way: 
         data.finish()
         await until(lambda: any(x.startswith("pieces.") for x in decode.engine.statistics().counters))
         assert "pieces.complete" not in decode.engine.statistics().counters
-        follow.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await follow
+        await cancel(follow)
 
 
 def test_a_piece_that_a_reader_has_ended_is_offered_no_more() -> None:
     """Only a reader of another version, or a hostile one, releases a piece."""
-    service = Service()
-    (prefill,) = service.prefill
+    service, _, prefill, _ = served()
     offers = prefill.core.prefill.offers
     piece = service.params(1, 0, "p/1", recall=True)
     prefill.core.lend(piece, 1, 0.0, OTHER, is_piece=True)
@@ -339,32 +284,21 @@ def test_a_piece_that_a_reader_has_ended_is_offered_no_more() -> None:
     assert offers.unread == set()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("stage", ["piece", "rest"])
 async def test_the_error_of_a_head_start_names_all_blocks_that_are_held(stage: str) -> None:
     """Its caller gives the others to another request at once."""
     bench = Bench(False)
     async with bench.pair() as (prefill, decode, group):
-        data = decode.data
-        data.deferred = True
-        follow = asyncio.create_task(decode.engine.follow("d", target_of(prefill.engine), groups=[(0, list(HERE))]))
-        await until(lambda: prefill.engine.is_followed(TICKET))
-        piece = group.make_params("p/2", [(0, list(THERE[:2]))], 32, written=True, recall=True)
-        prefill.engine.lend_piece(piece, TICKET)
-        await until(lambda: data.running)
+        data, follow = decode.data, await reading_piece(prefill, decode, group)
         if stage == "rest":
             data.finish()
             await until(lambda: prefill.engine.is_followed(TICKET))
-        params = group.make_params("p", [(0, list(THERE))], 64, written=True)
-        prefill.engine.lend(params, ticket=TICKET)
+        params, _ = lend_whole(prefill, group)
         await follow
-        pull = asyncio.create_task(decode.engine.pull("d", [(0, list(HERE))], params, timeout_s=1.0))
+        pull = pull_whole(decode, params, timeout_s=1.0)
         await until(lambda: data.running)
-        while not pull.done():
-            bench.clock.advance(0.1)
-            await asyncio.sleep(0)
         with pytest.raises(PullTimeout) as caught:
-            await pull
+            await passing(bench, pull, 0.1)
         ledger = decode.engine._driver.core.ledger
         assert caught.value.held[0] == tuple(b for b in HERE if ledger.holders_of(0, b))
         data.finish()
@@ -374,8 +308,7 @@ async def test_the_error_of_a_head_start_names_all_blocks_that_are_held(stage: s
 
 def test_the_loan_decides_also_where_pieces_brought_all_of_it() -> None:
     """A prefill engine forgets the ticket when it lends, so that the pieces outlive the loan."""
-    service = Service()
-    world, (prefill,) = service.world, service.prefill
+    service, world, prefill, _ = served()
     piece = service.piece(0, 4)
     world.run()
     params = service.params(4, 0, "p")

@@ -26,7 +26,6 @@ from asynckv.geometry.strides import strided_descriptors
 from asynckv.tools.plan.layout_file import Role, dump_layouts, load_layouts
 from asynckv.tools.plan.layouts import ORDERS, model_layout
 from asynckv.tools.plan.models import PRESETS, Heads, Model, preset
-from tests.world import make_layout
 
 change = msgspec.structs.replace
 
@@ -153,34 +152,11 @@ def test_a_hostile_layout_is_refused_before_it_costs_anything() -> None:
         check_layout(layout(views=(view,), memories=(Memory(0, 1 << 56),)))
 
 
-@given(st.data())
-@settings(max_examples=400)
-def test_mutated_layouts_are_fine_or_refused(data: st.DataObject) -> None:
-    tree = msgspec.to_builtins(make_layout())
-    for _ in range(data.draw(st.integers(1, 3))):
-        node: Any = tree
-        while True:
-            keys = list(node) if isinstance(node, dict) else list(range(len(node)))
-            key = data.draw(st.sampled_from(keys))
-            if not isinstance(node[key], dict | list) or not node[key]:
-                break
-            node = node[key]
-        if isinstance(node[key], int):
-            node[key] = data.draw(st.integers(0, 1 << 60))
-    try:
-        check_layout(msgspec.convert(tree, Layout))
-    except (LayoutError, msgspec.ValidationError):
-        return
-
-
-@pytest.mark.parametrize(
-    ("order", "message"),
-    [(("block", "kv", "token", "head"), "permutation"), (("block", "kv", "token", "head", "dim", "x"), "permutation")],
-)
-def test_orders_must_be_whole(order: tuple[str, ...], message: str) -> None:
+@pytest.mark.parametrize("names", ["block kv token head", "block kv token head dim x"])
+def test_orders_must_be_whole(names: str) -> None:
     sizes = {"kv": 2, "block": 2, "token": 2, "head": 2, "dim": 2, "x": 2}
-    with pytest.raises(LayoutError, match=message):
-        attention_view(layer="l", order=order, sizes=sizes, dtype="float16", heads=(0, 2), num_heads=2)
+    with pytest.raises(LayoutError, match="permutation"):
+        attention_view(layer="l", order=tuple(names.split()), sizes=sizes, dtype="float16", heads=(0, 2), num_heads=2)
 
 
 def test_heads_are_shared_contiguously() -> None:

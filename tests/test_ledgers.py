@@ -1510,9 +1510,9 @@ def test_copies_of_a_scheduler_mint_keys_of_their_own() -> None:
 # -- head starts, one by one -----------------------------------------------------------------------
 
 
-def early(*offers: Offer) -> DecodeLedger:
-    """Return a ledger of one rank with a request whose blocks pieces fill."""
-    ledger = DecodeLedger(1)
+def early(*offers: Offer, num_ranks: int = 1) -> DecodeLedger:
+    """Return a ledger with a request whose blocks pieces fill."""
+    ledger = DecodeLedger(num_ranks)
     ledger.follow("a", to_follow(TICKET), takes_pieces=True)
     ledger.take_orders()
     ledger.update(0, Finished(offered=[Offer("a", new_params("piece"), is_piece=True)]))

@@ -25,7 +25,7 @@ from asynckv import (
     Registration,
 )
 from asynckv.config import PullConfig
-from tests.engines import Bench, Side, memory, pass_by, pass_until, passing, until
+from tests.engines import Bench, Side, cancel, memory, pass_by, pass_until, passing, until
 
 QUICK = LeaseConfig(lease_s=4.0, grant_s=2.0)
 
@@ -127,8 +127,9 @@ async def test_the_last_failure_discharges_the_reader(sim: Bench) -> None:
         assert (await lent.wait_released()).readers == {"decode/tp0": "failed"}
 
 
-async def test_cancelling_between_two_attempts_gives_up_and_discharges(sim: Bench) -> None:
-    async with reading(sim, retries=3) as (_, decode, lent, task, params):
+@pytest.mark.parametrize("is_last", [True, False])
+async def test_cancelling_between_two_attempts_gives_up_and_discharges(sim: Bench, is_last: bool) -> None:
+    async with reading(sim, retries=3, is_last=is_last) as (_, decode, lent, task, params):
         assert decode.engine.observation.reading().retrying == 0, "no attempt has failed yet"
         decode.data.fail(next(iter(decode.data.running)))
         await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)
@@ -173,9 +174,7 @@ async def test_a_cancelled_task_between_two_attempts_discharges(sim: Bench) -> N
     async with reading(sim, retries=3) as (_, decode, lent, task, _):
         decode.data.fail(next(iter(decode.data.running)))
         await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        await cancel(task)
         assert (await lent.wait_released()).cause == "released"
 
 
@@ -382,7 +381,7 @@ async def test_a_lost_peer_and_a_timeout_say_whether_to_try_again(sim: Bench) ->
         decode.data.fail(next(iter(decode.data.running)), peer_lost=True)
         with pytest.raises(PeerLost) as lost:
             await task
-        assert lost.value.is_retryable
+        assert (lost.value.is_retryable, lost.value.held) == (True, {})
 
 
 # -- closing that fails ---------------------------------------------------------------------------------------------

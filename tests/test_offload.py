@@ -35,8 +35,6 @@ from asynckv import (
     ReadFailed,
     WrongThread,
 )
-from asynckv.account.values import decode_account
-from asynckv.core.wire import Status, StatusRequest
 from asynckv.embed import Cancel, EngineDesk, Lookup, Store
 from asynckv.geometry.layout import Layout
 from asynckv.offload import Offload, OffloadConfig
@@ -44,9 +42,10 @@ from asynckv.offload.tier import Place
 from asynckv.results import Evicted, Loaded, Stored
 from asynckv.tools.cli import app
 from tests.documented import Lines
-from tests.engines import news_of, passing, turn_loop, until
+from tests.engines import cancel, news_of, pass_until, passing, turn_loop, until
 from tests.lab.offload_audit import check as check_offload
 from tests.lab.tiers import SimCopies, SimDisk
+from tests.observed import answer_of
 from tests.offloads import BLOCKS, RECORD, SIZE, Rank, chain, hybrid, layout_of, offloading
 
 
@@ -111,13 +110,15 @@ async def test_what_precedes_a_rotten_record_is_loaded(logs: Lines) -> None:
     disk = SimDisk(64 * RECORD)
     async with offloading(layout_of(), disk=disk, policy="lru") as (rank, offload):
         before = rank.block(*range(10))
-        await store_in_files(rank, offload, "p", list(range(10)))
+        await store_in_files(rank, offload, list(range(10)))
         disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith((b"p-5", b"p-7")))
         assert offload.lookup(chain("p", 10)).tokens == 160
         loaded = await offload.load("b", [(0, list(range(10, 20)))], chain("p", 10), num_tokens=160)
         assert (loaded.num_tokens, loaded.num_blocks) == (80, 5)
         assert rank.block(*range(10, 15)) == before[: 5 * RECORD]
         assert offload.lookup(chain("p", 10)).tokens == 80
+        assert offload.statistics().counters["records_lost"] == 2
+        assert not any(r.key.endswith((b"p-5", b"p-7")) for r, _ in disk.records.values())
     failed = logs.one("offload_failed")
     assert (failed["cause"], failed["what"], failed["request_id"]) == ("failed", "load", "b")
 
@@ -125,7 +126,7 @@ async def test_what_precedes_a_rotten_record_is_loaded(logs: Lines) -> None:
 async def test_a_load_that_is_given_up_ends_whatever_was_lost() -> None:
     disk = SimDisk(64 * RECORD)
     async with offloading(layout_of(), disk=disk, policy="lru") as (rank, offload):
-        await store_in_files(rank, offload, "p", [1, 2, 3])
+        await store_in_files(rank, offload, [1, 2, 3])
         disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
         for turns in range(1, 30):
             loading = asyncio.create_task(offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48))
@@ -200,10 +201,7 @@ async def test_blocks_that_are_stored_are_lent_and_those_that_are_loaded_into_ar
 async def test_an_inspected_engine_tells_of_stores_and_loads() -> None:
     async with offloading(layout_of()) as (rank, offload):
         storing = await rank.begun(offload.store("a", [(0, [1, 2])], chain("p", 2)))
-        answers: list[Status] = []
-        rank.engine._driver.on_question("me", StatusRequest(1, most=10), answers.append)
-        await until(lambda: answers)
-        account = decode_account(answers[0].account)
+        account = (await answer_of(rank.engine)).account
         assert [(each.kind, each.phase, each.number) for each in account.counts] == [("store", "storing", 1)]
         assert [(hold.request_id, hold.reason, hold.blocks) for hold in account.holds] == [
             ("a", "storing", {0: (1, 2)})
@@ -219,9 +217,7 @@ async def test_a_cancelled_load_keeps_its_blocks_until_nothing_writes_them() -> 
     async with offloading(layout_of(), max_post_bytes=RECORD) as (rank, offload):
         await offload.store("a", [(0, [1, 2, 3])], chain("p", 3))
         loading = await rank.begun(offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48))
-        loading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await loading
+        await cancel(loading)
         assert [h.blocks for h in rank.engine.holds()] == [{0: (5, 6, 7)}]
         returned = asyncio.create_task(offload.returned("b"))
         await asyncio.sleep(0)
@@ -238,9 +234,7 @@ async def test_a_cancelled_store_is_finished_for_others_that_wait() -> None:
         first = await rank.begun(offload.store("a", [(0, [1])], chain("p", 1)))
         second = asyncio.create_task(offload.store("b", [(0, [2])], chain("p", 1)))
         await asyncio.sleep(0)
-        first.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await first
+        await cancel(first)
         assert {h.request_id for h in rank.engine.holds()} == {"a", "b"}
         rank.copies.finish()
         assert (await second).num_blocks == 1
@@ -360,7 +354,7 @@ async def test_nothing_more_is_loaded_into_blocks_that_a_copy_in_doubt_may_write
     """Of three blocks one is lost, and what precedes it would be loaded again, into a block that is held."""
     disk = SimDisk(64 * RECORD)
     async with offloading(layout_of(), disk=disk, policy="lru") as (rank, offload):
-        await store_in_files(rank, offload, "p", [1, 2, 3])
+        await store_in_files(rank, offload, [1, 2, 3])
         await offload.load("a", [(0, [4])], chain("p", 1), num_tokens=SIZE)
         disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
         rank.copies.deferred = True
@@ -575,7 +569,7 @@ async def test_a_failed_store_is_not_found() -> None:
 
 async def test_a_load_that_takes_too_long_is_a_miss() -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD)) as (rank, offload):
-        await store_in_files(rank, offload, "p", [1])
+        await store_in_files(rank, offload, [1])
         rank.records.deferred = True
         loading = asyncio.create_task(offload.load("b", [(0, [5])], chain("p", 1), num_tokens=SIZE, timeout_s=2.0))
         await until(lambda: rank.records.moves)
@@ -588,19 +582,19 @@ async def test_a_load_that_takes_too_long_is_a_miss() -> None:
 # -- files -----------------------------------------------------------------------------------------------------
 
 
-async def store_in_files(rank: Rank, offload: Offload, name: str, blocks: list[int]) -> None:
+async def store_in_files(rank: Rank, offload: Offload, blocks: list[int]) -> None:
     """Store blocks so that they are in files alone."""
-    await offload.store(name, [(0, blocks)], chain(name, len(blocks)))
+    await offload.store("p", [(0, blocks)], chain("p", len(blocks)))
     await until(lambda: offload.statistics().counters["blocks.write_back"] >= len(blocks))
     for i in range(16):  # as much as the host tier holds
-        await offload.store(f"{name}-other", [(0, [30])], [f"{name}-filler-{i}"])
+        await offload.store("other", [(0, [30])], [f"filler-{i}"])
     await until(lambda: not offload.statistics().gauges["bytes_under_way"])
 
 
 async def test_what_was_written_back_is_promoted_and_loaded() -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD), policy="lru") as (rank, offload):
         before = rank.block(1, 2)
-        await store_in_files(rank, offload, "p", [1, 2])
+        await store_in_files(rank, offload, [1, 2])
         rank.scribble([1, 2])
         found = offload.lookup(chain("p", 2))
         assert (found.tokens, found.ready_tokens, found.would_wait) == (32, 0, True)
@@ -624,7 +618,7 @@ async def test_files_are_found_again_by_the_next_process() -> None:
     disk = SimDisk(64 * RECORD)
     async with offloading(layout_of(), disk=disk) as (rank, offload):
         before = rank.block(1, 2)
-        await store_in_files(rank, offload, "p", [1, 2])
+        await store_in_files(rank, offload, [1, 2])
     async with offloading(layout_of(), disk=disk, seed=7) as (rank, offload):
         assert offload.lookup(chain("p", 2)).tokens == 32
         await offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32)
@@ -634,25 +628,9 @@ async def test_files_are_found_again_by_the_next_process() -> None:
         assert offload.lookup(chain("p", 2)).tokens == 0
 
 
-async def test_rotten_records_are_dropped_and_never_served() -> None:
-    async with offloading(layout_of(), disk=SimDisk(64 * RECORD), policy="lru") as (rank, offload):
-        before = rank.block(1, 2, 3)
-        await store_in_files(rank, offload, "p", [1, 2, 3])
-        disk = rank.records.disk
-        disk.rot(key for key in (r.key for r, _ in disk.records.values()) if key.endswith(b"p-1"))
-        loaded = await offload.load("b", [(0, [5, 6, 7])], chain("p", 3), num_tokens=48)
-        assert loaded.num_tokens == SIZE
-        assert (
-            rank.block(5, 6, 7)[: RECORD * (loaded.num_tokens // SIZE)] == before[: RECORD * loaded.num_tokens // SIZE]
-        )
-        assert offload.lookup(chain("p", 3)).tokens == SIZE
-        assert offload.statistics().counters["records_lost"] == 1
-        assert not any(r.key.endswith(b"p-1") for r, _ in disk.records.values())
-
-
 async def test_blocks_that_a_slow_disk_was_late_with_are_still_there() -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD), policy="lru") as (rank, offload):
-        await store_in_files(rank, offload, "p", [1, 2])
+        await store_in_files(rank, offload, [1, 2])
         records = rank.records
         records.deferred = True
         loading = asyncio.create_task(offload.load("b", [(0, [5, 6])], chain("p", 2), num_tokens=32))
@@ -793,7 +771,7 @@ async def test_more_jobs_than_there_may_be_are_refused_and_neither_kind_keeps_th
 
 async def test_an_engine_lives_when_its_disk_does_not() -> None:
     async with offloading(layout_of(), disk=SimDisk(64 * RECORD), policy="lru") as (rank, offload):
-        await store_in_files(rank, offload, "p", [1])
+        await store_in_files(rank, offload, [1])
         rank.records.lose()
         await until(lambda: offload.lookup(chain("p", 1)).tokens == 0)
         before = rank.block(9)
@@ -1095,7 +1073,7 @@ async def test_what_is_in_files_alone_is_lent_as_well() -> None:
     decode = Rank(layout_of(), seed=50, network=rank.network, engine={"engine_id": "decode"})
     async with rank.running() as offload, decode.engine:
         before = rank.block(1, 2)
-        await store_in_files(rank, offload, "p", [1, 2])
+        await store_in_files(rank, offload, [1, 2])
         assert offload.lookup(chain("p", 2)).ready_tokens == 0
         params = await offload.lend("a", chain("p", 2), num_tokens=32)
         await decode.engine.pull("d", [(0, [8, 9])], params)
@@ -1143,15 +1121,13 @@ async def test_a_lend_that_is_cancelled_leaves_no_pin() -> None:
     network = EngineConfig(engine_id="worker-host")
     rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), network_=network, policy="lru", max_bytes=RECORD)
     async with rank.running() as offload:
-        await store_in_files(rank, offload, "p", [1, 2, 3])
+        await store_in_files(rank, offload, [1, 2, 3])
         for turns in range(40):
             lending = asyncio.create_task(offload.lend("a", chain("p", 3), num_tokens=48))
             await turn_loop(turns)
             if lending.done():
                 break
-            lending.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await lending
+            await cancel(lending)
             await until(lambda: not offload.statistics().gauges["jobs"])
             assert not offload.statistics().gauges["pins"]
             offload._catalogue.evict(place=Place.HOST)
@@ -1163,7 +1139,7 @@ async def test_what_is_given_up_while_it_is_brought_says_so_to_whoever_lends_it(
     network = EngineConfig(engine_id="worker-host")
     rank = Rank(layout_of(), disk=SimDisk(64 * RECORD), network_=network, policy="lru", max_bytes=RECORD)
     async with rank.running() as offload:
-        await store_in_files(rank, offload, "p", [1, 2, 3])
+        await store_in_files(rank, offload, [1, 2, 3])
         lending = asyncio.create_task(offload.lend("a", chain("p", 3), num_tokens=48))
         await until(lambda: offload.statistics().gauges["jobs"])
         assert offload.cancel("a")
@@ -1324,9 +1300,7 @@ async def test_a_start_on_a_disk_that_hangs_is_given_up_in_time(way: str, logs: 
             else:
                 closing = asyncio.create_task((rank.offload if way == "closed" else rank.engine).aclose(2.0))
             began = rank.clock.now()
-            while not starting.done():
-                await asyncio.sleep(0)
-                rank.clock.advance(0.01)
+            await pass_until(rank, starting.done, 0.01)
             assert rank.clock.now() - began < (1.1 if way == "cancelled" else 2.1)
             if way == "cancelled":
                 assert starting.cancelled()

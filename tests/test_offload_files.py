@@ -79,19 +79,19 @@ async def test_what_is_missing_at_the_start_is_told_once(
 
 
 async def test_a_rollback_finds_what_the_model_had_stored(folder: Path) -> None:
-    async def in_files(rank: Rank, name: str, count: int) -> int:
-        return rank.offload.lookup(chain(name, count)).groups[0].in_file
+    def in_files(rank: Rank) -> int:
+        return rank.offload.lookup(chain("p", COUNT)).groups[0].in_file
 
     async with (rank := rank_on(folder, model="next")).engine, rank.offload as offload:
-        assert await in_files(rank, "p", COUNT) == 0
+        assert in_files(rank) == 0
         await offload.store("a", [(0, [0, 1])], chain("p", 2))  # the same prompt: another model's blocks
         await until(lambda: offload.statistics().counters["blocks.write_back"] == 2)
     async with (rank := rank_on(folder)).engine, rank.offload as offload:
-        assert await in_files(rank, "p", COUNT) == COUNT
+        assert in_files(rank) == COUNT
         loaded = await offload.load("b", [(0, list(range(COUNT)))], chain("p", COUNT), num_tokens=COUNT * SIZE)
         assert loaded.num_tokens == COUNT * SIZE
     async with (rank := rank_on(folder, model="next")).engine, rank.offload:
-        assert await in_files(rank, "p", COUNT) == 2
+        assert in_files(rank) == 2
 
 
 @pytest.mark.parametrize("how", ["full", "quota", "owner"])

@@ -127,11 +127,11 @@ async def test_what_was_loaded_and_stored_again_is_right_in_every_byte(left: int
         assert tokens in found
 
 
-async def left_by_another(tokens: int = 128) -> SimDisk:
+async def left_by_another() -> SimDisk:
     """Leave a prompt in blocks of 64 tokens."""
     disk = SimDisk(64 * RECORD)
     async with offloading(layout_of(block_size=64), disk=disk, host_bytes=64 * RECORD) as (_, offload):
-        await offload.store("store", [(0, list(range(tokens // 64)))], chain("p", tokens // SIZE))
+        await offload.store("store", [(0, [0, 1])], chain("p", 8))
         await until(lambda: not offload.statistics().gauges["to_write_back"])
     return disk
 

@@ -10,24 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from asynckv import BlocksRetired, EngineConfig, LogConfig, PullError
-from asynckv.account.values import decode_account
-from asynckv.core.wire import Status, StatusRequest
 from asynckv.errors import ConfigError
 from asynckv.tools.cli import app
-from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.join import join
 from asynckv.tools.diagnose.leaks_copies import late_copies
 from asynckv.tools.diagnose.leaks_live import records_of
-from tests.engines import until
-from tests.offloads import SIZE, Rank, chain, hybrid, layout_of, offloading
-
-
-async def asked(rank: Rank) -> Answer:
-    said: list[Status] = []
-    rank.engine._driver.on_question("me", StatusRequest(1, most=10), said.append)
-    await until(lambda: said)
-    account = decode_account(said[0].account)
-    return Answer(address="/run/w.sock", gauges=said[0].gauges, account=account)
+from tests.observed import answer_of
+from tests.offloads import SIZE, chain, hybrid, layout_of, offloading
 
 
 def leaks(log: Path, *argv: str) -> tuple[int, str, dict[str, Any]]:
@@ -51,7 +40,7 @@ async def test_running_engines_tell_of_copies_that_do_not_end() -> None:
         with pytest.raises(PullError):
             await offload.load("late", [(0, [7])], chain("p", 1), num_tokens=SIZE)
         rank.clock.advance(5.0)
-        service = join(records_of([await asked(rank)], 1e9))
+        service = join(records_of([await answer_of(rank.engine)], 1e9))
         found = late_copies(service)
         assert [(x.request_id, x.what, x.state, x.blocks) for x in found] == [
             ("back", "load", "retired", 1),

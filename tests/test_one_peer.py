@@ -79,7 +79,7 @@ def events_of(work: Callable[[], object]) -> int:
 class Lender:
     """A prefill rank that has lent a request, and a peer with its params."""
 
-    def __init__(self, readers: int = 1, **limits: float) -> None:
+    def __init__(self, **limits: float) -> None:
         limits = {"messages_per_s": 1e9, "message_burst": 10**9} | limits
         config = EngineConfig(
             engine_id="x",
@@ -91,11 +91,11 @@ class Lender:
         layout = make_layout(num_blocks=4096, num_heads=8, head_dim=8)
         self.rank = self.world.add("p", layout, engine_id="prefill", packing=Packing(1 << 40, 32))
         self.core: RankCore = self.rank.core
-        self.params, self.lease = self.lend("r", readers)
+        self.params, self.lease = self.lend("r")
 
-    def lend(self, name: str, readers: int = 1) -> tuple[KVTransferParams, Lease]:
+    def lend(self, name: str) -> tuple[KVTransferParams, Lease]:
         params = self.world.params([self.rank], name, list(range(4000)), 16_000, written=True)
-        return params, self.core.lend(params, readers, 0.0)
+        return params, self.core.lend(params, 1, 0.0)
 
     def claim(
         self, pull_id: str, cohort: Cohort, params: KVTransferParams | None = None, seconds: float = 9.0
@@ -132,11 +132,11 @@ class Lender:
 # -- one request under thousands of ranks ------------------------------------------------------------------------------
 
 
-def spoken_for(number: int, outcome: Outcome | None = None, seconds: float = 9.0) -> Lender:
+def spoken_for(number: int, outcome: Outcome | None = None) -> Lender:
     """Lend a request that so many ranks of one engine have claimed, and have released with some outcome."""
     lender = Lender()
     cohorts = [Cohort("d", number, rank) for rank in range(number)]
-    answers = lender.hear([lender.claim(f"p{each.tp_rank}", each, seconds=seconds) for each in cohorts])
+    answers = lender.hear([lender.claim(f"p{each.tp_rank}", each) for each in cohorts])
     assert all(isinstance(answer, Granted) for answer in answers)
     if outcome is not None:
         lender.hear([lender.release(f"p{each.tp_rank}", each, outcome) for each in cohorts], 1.0)

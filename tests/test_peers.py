@@ -47,7 +47,7 @@ from asynckv.testing import SimControl
 from asynckv.testing.fabric import Port
 from asynckv.told import ReleaseUnanswered
 from tests.engines import Bench, turn_loop
-from tests.test_admission import ask, asking, world_of
+from tests.test_admission import ask, asking, state, world_of
 from tests.world import Rank, World, begin, make_layout, opened, reason
 
 
@@ -63,11 +63,6 @@ def say(world: World, speaker: Rank, hearer: Rank, message: Message, sender: str
     packet = encode_packet(sender, target or hearer.core.identity.incarnation, [message])
     hearer.core.receive(speaker.address, packet, world.time(hearer))
     world.settle(hearer)
-
-
-def state(pull: Pull) -> PullState:
-    """Where a pull stands, re-read: mypy would remember where it stood before."""
-    return pull.state
 
 
 def quiet(world: World, decode: Rank, seconds: float) -> list[Message]:

@@ -137,50 +137,20 @@ def read(peer: PeerTables, first: int, ids: list[int], offered: list[int], token
     return plan_read(peer, block_lists(peer.local, [(first, ids)], [BlockRuns(0, runs_of(offered))], tokens))
 
 
-def pairs(plan: Plan) -> list[tuple[int, int]]:
-    return [(a, b) for s in plan.sections for a, b in zip(s.local.tolist(), s.remote.tolist(), strict=True)]
-
-
 def test_a_full_prefix_hit_reads_nothing() -> None:
-    _, plan = plan_of(0, [], list(range(10)), 40)
-    assert plan.num_bytes == 0
-    assert list(plan.posts(1 << 20, 512)) == []
-
-
-def test_a_prefix_hit_reads_the_last_blocks() -> None:
-    _, plan = plan_of(24, [6, 7, 8, 9], list(range(10)), 40)
-    assert pairs(plan) == [(6, 6), (7, 7), (8, 8), (9, 9)]
-
-
-def test_each_side_has_its_own_ratio_of_kernel_blocks() -> None:
-    here = make_layout(num_blocks=8, block_size=66, ratio=66, layers=1)
-    there = make_layout(num_blocks=8, block_size=34, ratio=34, layers=1, base=1 << 41)
-    plan = read(peer_map(here, there), 0, [1, 2], [5, 6], 68)
-    assert sorted(b for _, b in pairs(plan)) == list(range(170, 238))
-    assert sorted(a for a, _ in pairs(plan)) == list(range(66, 134))
+    for first in (0, 40):
+        _, plan = plan_of(first, [], list(range(10)), 40)
+        assert plan.num_bytes == 0
+        assert list(plan.posts(1 << 20, 512)) == []
 
 
 def test_allocation_rounding_is_padding() -> None:
     # 640 tokens in kernel blocks of 64: ten there in one block, two blocks of six here.
     here = make_layout(num_blocks=4, block_size=384, ratio=6, layers=1)
     there = make_layout(num_blocks=4, block_size=640, ratio=10, layers=1, base=1 << 41)
-    plan = read(peer_map(here, there), 0, [0, 1], [0], 640)
-    assert pairs(plan) == [(i, i) for i in range(10)]
     lists = block_lists(here, [(0, [0, 1])], [BlockRuns(0, ((0, 1),))], 640)
     assert list(lists.padding(here)) == [(0, 1, 256, 128)]
-    back = read(peer_map(there, here), 0, [0], [0, 1], 640)
-    assert pairs(back) == [(i, i) for i in range(10)]
     assert list(block_lists(there, [(0, [0])], [], 640).padding(there)) == []
-
-
-def test_too_few_tokens_offered_is_refused() -> None:
-    with pytest.raises(RemoteTooShort, match=r"needs KV from token 16 on of 20, but .*: 4 blocks of 4 from token 0"):
-        plan_of(0, [0, 1, 2, 3, 4], [0, 1, 2, 3], 20)
-
-
-def test_a_remote_id_out_of_range_is_refused() -> None:
-    with pytest.raises(PlanRefused, match="block 64, but declared 64"):
-        plan_of(0, [0], [64], 4)
 
 
 def test_absurd_runs_cost_nothing() -> None:
@@ -188,22 +158,6 @@ def test_absurd_runs_cost_nothing() -> None:
     offer = BlockRuns(0, ((0, (1 << 31) - 1), (5, (1 << 31) - 1)))
     with pytest.raises(PlanRefused, match="declared"):
         plan_read(peer_map(here, there), block_lists(here, [(400, [0])], [offer], 1 << 39))
-
-
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ([(0, [0, 12])], r"block id 12 is outside \[0, 12\)"),
-        ([(0, [-1])], r"block id -1 is not one from 0 to"),
-        ([(0, [3, 4, 3])], "block id 3 is given twice"),
-        ([(-1, [3])], "first_token -1"),
-        ([], "0 groups of blocks"),
-        ([(0, [0.5])], "integers"),
-    ],
-)
-def test_bad_block_lists_are_refused(groups: Any, message: str) -> None:
-    with pytest.raises(PlanRefused, match=message):
-        check_block_ids(make_layout(), groups)
 
 
 def test_consecutive_blocks_are_one_descriptor_per_row() -> None:
@@ -216,8 +170,6 @@ def test_cross_layer_blocks_merge_into_one_piece() -> None:
     def one(base: int) -> Layout:
         layout = make_layout(num_blocks=8, layers=2, base=base, order=("block", "kv", "token", "head", "dim"))
         size = layout.views[0].stride
-        import msgspec
-
         views = [
             msgspec.structs.replace(v, memory=0, offset=i * size, stride=2 * size) for i, v in enumerate(layout.views)
         ]
@@ -227,16 +179,7 @@ def test_cross_layer_blocks_merge_into_one_piece() -> None:
     assert peer_map(one(1 << 40), one(1 << 41)).regular[0].num_rows == 1
 
 
-@pytest.mark.parametrize(
-    ("change", "field"),
-    [
-        ({"dtype": "bfloat16"}, "dtype"),
-        ({"head_dim": 4}, "dims"),
-        ({"num_heads": 8}, "sharded axis"),
-        ({"layers": 3}, "layers only on one side"),
-        ({"model": "b"}, "model"),
-    ],
-)
+@pytest.mark.parametrize(("change", "field"), [({"dtype": "bfloat16"}, "dtype"), ({"model": "b"}, "model")])
 def test_layouts_that_differ_are_told_apart_with_both_values(change: dict[str, Any], field: str) -> None:
     differences = compare(make_layout(model="a"), make_layout(**{"model": "a", **change}))
     assert any(field in d.field and d.local != d.remote for d in differences)
@@ -672,7 +615,7 @@ def test_endpoints_are_not_remembered_without_end(monkeypatch: pytest.MonkeyPatc
 def test_a_group_that_is_not_whole_is_refused_every_time() -> None:
     core = make_node()
     for number in (1, 2):
-        with pytest.raises(PlanRefused, match="must be listed"):
+        with pytest.raises(PlanRefused, match="must be listed once"):
             places(core, number, endpoints(1, 1000), tp_size=2)
 
 

@@ -38,6 +38,7 @@ from asynckv.errors import BackendError, ConfigError
 from asynckv.geometry.layout import Memory
 from asynckv.geometry.tables import DescTable
 from asynckv.ports import AgentInfo
+from tests.commands import python
 from tests.engines import Bench, until
 from tests.test_nixl_edge import (
     ALL_BULK,
@@ -851,7 +852,7 @@ async def _leave_open() -> None:
 
 def test_the_interpreter_ends_though_nobody_closed() -> None:
     code = "import asyncio; from tests import test_posters; asyncio.run(test_posters._leave_open())"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=40)
+    done = python("-c", code, timeout_s=40)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

@@ -36,7 +36,6 @@ from asynckv import (
 )
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.types import TransferId
-from asynckv.core.wire import Release, decode_packet
 from asynckv.edges.nic.nixl import NixlPlane
 from asynckv.edges.survivor import keeper, wire
 from asynckv.edges.survivor.process import ServingPlane
@@ -61,10 +60,6 @@ def proc(pid: int, name: str) -> str:
 
 def hellos(side: Side) -> int:
     return side.engine.statistics().counters["sent.hello"]
-
-
-def says_release(packet: bytes) -> bool:
-    return any(isinstance(message, Release) for message in decode_packet(packet).messages)
 
 
 def state(side: Side) -> str:

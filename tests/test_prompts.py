@@ -11,8 +11,6 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
-from asynckv.account.values import decode_account
-from asynckv.core.wire import Status, StatusRequest
 from asynckv.embed import EngineDesk
 from asynckv.embed.orders import CountPrompts
 from asynckv.engine import Engine
@@ -20,7 +18,6 @@ from asynckv.integrations.vllm.options import WORDS
 from asynckv.observe.metrics import Metrics
 from asynckv.told import PromptsCounted
 from asynckv.tools.cli import app
-from asynckv.tools.diagnose.ask import Answer
 from asynckv.tools.diagnose.axis import Axis
 from asynckv.tools.diagnose.causes import HEADING
 from asynckv.tools.diagnose.findings import Finding, Seen, find
@@ -31,6 +28,7 @@ from asynckv.tools.diagnose.records import Logs, Record
 from asynckv.tools.diagnose.timeline_model import ground
 from tests.documented import Lines
 from tests.engines import Bench, pass_by, until
+from tests.observed import answer_of
 from tests.test_findings import START, say, screen, well
 
 NONE = PromptsCounted(without_params=200, in_a_row=200, in_a_row_s=12.0)
@@ -186,19 +184,12 @@ def test_hostile_counts_are_bounded_and_say_nothing() -> None:
     assert len(found(many)[0]) == 12
 
 
-async def asked(engine: Engine) -> Answer:
-    heard: list[Status] = []
-    engine._driver.on_question("me", StatusRequest(1, most=10), heard.append)
-    await until(lambda: heard)
-    return Answer(address="/run/d.sock", gauges=heard[0].gauges, account=decode_account(heard[0].account))
-
-
 async def test_a_running_engine_is_judged_by_the_same_rules_as_its_log(sim: Bench, logs: Lines, tmp_path: Path) -> None:
     async with sim.pair() as (_, decode, _):
-        records = list(records_of([await asked(decode.engine)], 1e9))
+        records = list(records_of([await answer_of(decode.engine)], 1e9))
         assert "prompts_counted" not in {x.event for x in records}
         await count(decode.engine, NONE)
-        answer = await asked(decode.engine)
+        answer = await answer_of(decode.engine)
         records = list(records_of([answer], 1e9))
         presence = Presence(Axis(join(records)))
         live = find(Seen(Logs(records), presence, ground(presence), (), answers=[answer]))

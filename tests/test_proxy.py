@@ -43,6 +43,7 @@ from asynckv.tools.proxy.router import CAUSES, GRACE_S, RANK, RESPONSES, Router
 from asynckv.tools.proxy.server import COMPLETIONS, serving, told_to_stop
 from asynckv.tools.proxy.sources import Sources
 from docs.examples.service import pd_service
+from tests.engines import cancel
 
 QUICK = Limits(connect_s=5, prefill_s=30, silence_s=30, health_s=0.01, refresh_s=0.01)
 IMPATIENT = {
@@ -261,7 +262,12 @@ class Client:
     """Talks to a router."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, router: Router | None = None) -> None:
-        self.url, self.session, self.router = url, session, router
+        self.url, self.session, self._router = url, session, router
+
+    @property
+    def router(self) -> Router:
+        assert self._router is not None, "it runs elsewhere"
+        return self._router
 
     async def ask(self, body: Any = ASK, path: str = COMPLETIONS[0], **more: Any) -> tuple[int, Any]:
         data = body if isinstance(body, bytes) else msgspec.json.encode(body)
@@ -286,7 +292,6 @@ class Client:
 
     def fall_silent(self, fake: Fake) -> None:
         """As if the router had looked at its health in vain, for the last time."""
-        assert self.router is not None
         for engine in self.router.engines._known.values():
             if engine.url == fake.url:
                 engine.unheard = UNHEARD
@@ -433,8 +438,7 @@ async def test_the_engine_with_the_least_to_do_is_chosen() -> None:
         for _ in range(3):
             assert (await client.ask())[0] == 200
         assert (len(busy.asked), len(idle.asked)) == (1, 3)
-        first.cancel()
-        await asyncio.wait([first])
+        await cancel(first)
 
 
 # -- engines that fail ------------------------------------------------------------------------------------------
@@ -503,10 +507,9 @@ async def test_a_lost_kv_cache_is_computed_by_another_prefill_engine(act: Act) -
 
 async def test_params_outlive_a_decode_engine_that_cannot_be_reached() -> None:
     prefill, gone, good = prefills(), decodes(), decodes()
-    rarely = Limits(connect_s=5, prefill_s=30, silence_s=30, health_s=1000)
     async with contextlib.AsyncExitStack() as stack:
         async with gone.running():
-            client = await stack.enter_async_context(routed([prefill], [gone.url, good], rarely))
+            client = await stack.enter_async_context(routed([prefill], [gone.url, good], RARELY))
         assert (await client.ask())[0] == 200
         assert (len(prefill.asked), len(gone.asked), len(good.asked)) == (1, 0, 1)
         # It is known to be down now, and not tried again before its health says otherwise.
@@ -676,7 +679,6 @@ async def test_one_late_answer_does_not_take_an_engine_out() -> None:
     decode = decodes()
     limits = Limits(connect_s=0.3, prefill_s=30, silence_s=30, health_s=0.3)
     async with routed([prefills()], [decode], limits) as client:
-        assert client.router is not None
         engine = client.router.engines.of("decode")[0]
         decode.health = None
 
@@ -705,7 +707,6 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
 async def test_an_engine_that_comes_back_still_has_its_work() -> None:
     decode = Fake(hangs)
     async with routed([prefills()], [decode], RARELY) as client:
-        assert client.router is not None
         engines, named = client.router.engines, client.router.engines._sources._given
         asked = asyncio.create_task(client.ask())
         await asyncio.wait_for(decode.busy.wait(), HEAR_S)
@@ -716,8 +717,7 @@ async def test_an_engine_that_comes_back_still_has_its_work() -> None:
         named["decode", decode.url] = None
         await engines._refresh()
         assert (engines.of("decode"), engine.outstanding) == ([engine], 1)
-        asked.cancel()
-        await asyncio.wait([asked])
+        await cancel(asked)
 
 
 async def test_cookies_of_engines_are_not_sent_to_others() -> None:
@@ -1008,14 +1008,12 @@ async def test_slow_connects_do_not_take_out_an_engine_that_is_heard() -> None:
             assert (await client.ready())[1]["decode"][0]["trouble"] == ""
         assert (await asked)[0] == 200
         assert not any("faults" in name for name in await client.metrics())
-        going_on.cancel()
-        await asyncio.wait([going_on])
+        await cancel(going_on)
 
 
 async def test_an_engine_whose_host_drops_every_packet_is_found_while_clients_come() -> None:
     decode, other = decodes(), decodes()
     async with decode.accepting(), routed([prefills()], [decode.url, other], SLOW) as client, decode.deaf():
-        assert client.router is not None
         engine = client.router.engines.of("decode")[0]
         began = asyncio.get_running_loop().time()
 
@@ -1045,7 +1043,6 @@ async def test_an_error_of_this_host_takes_no_engine_out(monkeypatch: pytest.Mon
         raise OSError(errno.EMFILE, "Too many open files")
 
     async with routed([prefills()], [decodes()], RARELY) as client:
-        assert client.router is not None
         async with connection(client, b"") as (reader, writer):
             with monkeypatch.context() as patched:
                 patched.setattr(asyncio.get_running_loop(), "sock_connect", fails)
@@ -1472,11 +1469,9 @@ async def test_connections_are_bounded_and_a_client_beyond_them_hears_so(limits:
 
 async def test_bodies_hold_so_much_in_all_and_no_more() -> None:
     async with routed([prefills()], [decodes()], max_bodies_mib=0.1) as client:
-        assert client.router is not None
         body = msgspec.json.encode({**ASK, "pad": "x" * 60_000})
         async with connection(client, HEAD + b"{" + bytes(59_999)):
-            router = client.router
-            await client.until_seen(lambda: router._body_bytes == 60_000)
+            await client.until_seen(lambda: client.router._body_bytes == 60_000)
             status, told = await client.ask(body)
             assert (status, told["error"]["type"]) == (503, "overloaded")
             assert told["error"]["message"] == "bodies of requests already hold 0.1 MiB"
@@ -1505,8 +1500,7 @@ async def test_a_client_that_leaves_cancels_the_engine_that_works_for_it(at: str
         asked = asyncio.create_task(client.ask({**ASK, "stream": at == "stream"}))
         engine = prefill if at == "prefill" else decode
         await asyncio.wait_for(engine.busy.wait(), HEAR_S)
-        asked.cancel()
-        await asyncio.wait([asked])
+        await cancel(asked)
         await asyncio.wait_for(engine.left.wait(), HEAR_S)
         await client.until_counted('pd_proxy_requests_total{path="/v1/completions",status="499"}')
         assert (await client.metrics())["pd_proxy_in_flight"] == 0
@@ -1521,8 +1515,7 @@ async def test_more_than_there_is_room_for_are_refused() -> None:
         await asyncio.wait_for(prefill.busy.wait(), HEAR_S)
         status, told = await client.ask()
         assert (status, told["error"]["type"]) == (503, "overloaded")
-        first.cancel()
-        await asyncio.wait([first])
+        await cancel(first)
 
 
 async def test_what_is_under_way_is_finished_when_the_router_is_stopped() -> None:
@@ -1939,8 +1932,7 @@ async def test_a_client_that_leaves_frees_the_blocks_of_both_sides(tiny: Tinies)
             return any([(await it.state(client))["blocks_held"] for it in prefill])
 
         await client.until(is_prefilled)
-        asked.cancel()
-        await asyncio.wait([asked])
+        await cancel(asked)
         await until_idle(client, *prefill, decode)
         # While it is decoded: 4000 steps.
         async with client.streaming(**asks("a long story", 4000)) as answer:
@@ -1957,8 +1949,7 @@ async def test_a_client_that_leaves_frees_the_blocks_of_both_sides(tiny: Tinies)
 
             await client.until(is_waiting)
             assert await is_prefilled()
-            asked.cancel()
-            await asyncio.wait([asked])
+            await cancel(asked)
             await until_idle(client, *prefill)
         await until_idle(client, *prefill, decode)
 

@@ -22,6 +22,7 @@ from asynckv.tools.proxy import engines as engines_module
 from asynckv.tools.proxy.limits import Limits
 from asynckv.tools.proxy.router import RESPONSES, Loan
 from asynckv.tools.proxy.server import COMPLETIONS
+from tests.engines import cancel
 from tests.test_proxy import (
     ASK,
     HEAR_S,
@@ -487,7 +488,6 @@ async def test_another_decode_engine_follows_the_same_ticket_if_one_has_no_room(
         async with taught([prefill], [full, other], attempts=1) as client:
             if act is None:
                 await life.aclose()
-            assert client.router is not None
             first, second = client.router.engines.of("decode")
             second.is_apt = is_apt
             prefill.hears.clear()
@@ -553,7 +553,6 @@ async def test_a_decode_leg_that_fails_after_the_offer_has_its_params_given_back
         bad.hears.clear()
         asked = asyncio.create_task(client.ask())
         await begins(bad)
-        assert client.router is not None
         engine = client.router.engines.of("decode")[0]
         await client.until_seen(lambda: prefill.asked and not engine.ahead)
         bad.hears.set()
@@ -599,7 +598,6 @@ async def test_silence_of_a_decode_leg_counts_from_the_answer_of_the_prefill_leg
 async def test_a_client_that_leaves_ends_both_legs_and_gives_back_what_is_lent(at: str) -> None:
     prefill, decode = Fake(offers()), Fake(ANSWERS, hangs)
     async with taught([prefill], [decode]) as client:
-        assert client.router is not None
         engine = client.router.engines.of("decode")[0]
         prefill.hears.clear()
         asked = asyncio.create_task(client.ask())
@@ -705,9 +703,7 @@ async def test_a_leg_that_generates_is_not_ahead_any_more() -> None:
         async with asyncio.timeout(HEAR_S):
             while (await client.ready())[1]["decode"][0]["ahead"] or not told(decode):
                 pass
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
+        await cancel(asking)
 
 
 @pytest.mark.parametrize("how", [400, 500, "event", "abort"])

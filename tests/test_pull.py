@@ -8,13 +8,13 @@ from msgspec import structs
 from asynckv.account.waits import waits
 from asynckv.config import EngineConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
+from asynckv.core.lease import LeaseState
 from asynckv.core.pull import Pull, PullState
-from asynckv.core.source import RemoteRank, Role, Source
-from asynckv.core.types import Address, KVTransferParams, PullId, Reason
+from asynckv.core.types import KVTransferParams, Reason
 from asynckv.observe.setup import configure_logging
 from tests.documented import Lines
 from tests.engines import Bench
-from tests.world import Rank, World, make_layout, opened
+from tests.world import Rank, World, make_layout, opened, reason
 
 
 def said(pull: Pull) -> list[str]:
@@ -164,14 +164,6 @@ def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
     assert pull.is_over
 
 
-def test_answers_count_to_the_last_eight_claims() -> None:
-    rank = RemoteRank(0, 0, (Address("tcp://a"), "start"), "a/tp0", True)
-    source = Source(PullId("p"), rank, Role.READ)
-    for nonce in range(1, 12):
-        source.claimed(nonce, 0.1, float(nonce))
-    assert list(source.nonces) == [4, 5, 6, 7, 8, 9, 10, 11]
-
-
 @pytest.mark.parametrize("first_s", [0.25, 0.001])
 def test_claims_and_releases_that_are_not_answered_are_repeated_ever_less_often(first_s: float) -> None:
     """The longest pause is 64 times the first, 2 s between claims, and 5 s between releases."""
@@ -193,7 +185,7 @@ def test_while_one_rank_is_read_another_that_has_not_lent_is_named_beside_it() -
     decode = world.add("d", make_layout(base=30 << 40), engine_id="decode")
     params = world.params([first, second], "r", [3], 4)
     world.lend(first, params)
-    pull = world.pull(decode, "d-r", [1], params)
+    pull = world.pull(decode, "d-r", [1], params, timeout=3.0)
     world.deliver_all()
     running = [read.agent_name for read in decode.reads.values()]
     words = waits(pull, world.time(decode))
@@ -203,8 +195,10 @@ def test_while_one_rank_is_read_another_that_has_not_lent_is_named_beside_it() -
     for transfer, read in list(decode.reads.items()):
         if read.agent_name == "agent-p1":
             world.complete(decode, transfer)
-    words = waits(pull, world.time(decode))
-    assert words.startswith("still reading from prefill/tp0@p0-0 (world://p0), and not lent yet by prefill/tp1@p1-1 (")
+    world.advance(4.0)
+    assert pull.reason is Reason.TIMEOUT
+    words = "still reading from prefill/tp0@p0-0 (world://p0), and not lent yet by prefill/tp1@p1-1 ("
+    assert pull.detail.startswith(words)
 
 
 def _announced(world: World, decode: Rank, params: KVTransferParams) -> Pull:
@@ -237,6 +231,9 @@ def test_what_is_announced_is_renewed_while_its_embedder_lives() -> None:
         decode.core.decode.alive_at = world.time(decode)
         world.run(1.0)
     assert (pull.reason, lease.is_over) == (None, False)
+    world.pull(decode, "d", [9], params)
+    world.run()
+    assert (reason(pull), lease.state) == (Reason.COMPLETE, LeaseState.RELEASED)
 
 
 def test_what_is_being_read_is_renewed_however_long_its_embedder_stands_still() -> None:

@@ -28,7 +28,7 @@ from asynckv.core.pull import PullRequest, PullState
 from asynckv.core.types import Reason, ReplyTo, decode_params
 from asynckv.core.wire import Claim, Goodbye, Release, decode_packet, encode_packet
 from asynckv.geometry.plan import Plan
-from tests.engines import Bench, Side, pass_by, passing, turn_loop, until
+from tests.engines import Bench, Side, cancel, pass_by, passing, turn_loop
 from tests.test_admission import ask, world_of
 from tests.test_lifecycle import QUICK, reading, running
 from tests.world import begin, reason
@@ -45,9 +45,7 @@ async def test_a_drain_names_what_waits_for_another_attempt(sim: Bench) -> None:
         left = await passing(sim, asyncio.create_task(decode.engine.drain(0.0)))
         (straggler,) = [hold for hold in left if hold.reason == "retrying"]
         assert (straggler.request_id, straggler.blocks) == ("d", {0: (6,)})
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        await cancel(task)
 
 
 async def test_closing_ends_the_drain_of_a_suspension(sim: Bench) -> None:
@@ -72,17 +70,6 @@ async def test_closing_ends_a_drain(sim: Bench) -> None:
         assert draining.done()
         with pytest.raises(ReadFailed):
             await task
-
-
-async def test_cancelling_between_attempts_discharges_whatever_is_last_said(sim: Bench) -> None:
-    async with reading(sim, retries=3, is_last=False) as (_, decode, lent, task, _):
-        fail(decode)
-        await until(lambda: decode.engine.statistics().gauges["pulls_waiting"] == 0)
-        assert decode.engine.cancel("d")
-        with pytest.raises(PullCancelled):
-            await passing(sim, task)
-        await pass_by(sim, 0.5)
-        assert lent.is_over
 
 
 async def test_a_failed_awakening_leaves_the_endpoint_as_it_was(sim: Bench) -> None:
@@ -387,21 +374,6 @@ def test_there_are_as_many_attempts_as_were_asked_for_and_pauses_between_them_ha
             assert request.attempts == len(pauses) + 1
     assert pauses == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0])
     assert request.attempts == 9
-
-
-async def test_pauses_between_attempts_grow(sim: Bench) -> None:
-    async with reading(sim, retries=4, timeout_s=20.0) as (_, decode, _, task, _):
-        pauses = []
-        for _ in range(4):
-            fail(decode)
-            begun = sim.clock.now()
-            await until(lambda: not running(decode))
-            while not running(decode):
-                await pass_by(sim, 0.01, 0.01)
-            pauses.append(sim.clock.now() - begun)
-        assert [round(p, 1) for p in pauses] == [0.1, 0.2, 0.4, 0.8]
-        decode.data.finish()
-        assert (await passing(sim, task)).attempts == 5
 
 
 async def test_a_drain_waits_for_another_attempt(sim: Bench) -> None:

@@ -14,7 +14,6 @@ from msgspec import UNSET
 from asynckv import (
     AsyncKVError,
     ConfigError,
-    EngineConfig,
     LeaseConfig,
     LeaseLost,
     LocalProtocolError,
@@ -36,7 +35,7 @@ from tests.engines import BLOCKS, Bench, Side, passing, until
 from tests.offloads import SIZE, chain, layout_of, offloading
 from tests.test_packed_copies import Owner, Pair
 from tests.test_proof import Reading
-from tests.world import Rank, World, make_layout, opened, ranks_of
+from tests.world import Rank, World, alone, make_layout, opened, ranks_of
 
 RECALL = {"recall": True}
 
@@ -241,9 +240,7 @@ def test_a_reader_older_than_the_mark_is_refused_and_told_to_upgrade() -> None:
 
 @pytest.mark.parametrize("state", ["announced", "queued", "reading"])
 def test_a_recall_ends_an_attempt_in_every_state_that_it_finds_it_in(state: str) -> None:
-    world = World(EngineConfig(engine_id="x", pull=PullConfig(total_requests=1, window_requests=1)))
-    prefill = world.add("p", make_layout(), engine_id="prefill")
-    decode = world.add("d", make_layout(base=1 << 41), engine_id="decode")
+    world, prefill, decode = opened(pull=PullConfig(total_requests=1, window_requests=1))
     params, lease = world.lent(prefill, "r", [3], written=True, recall=True)
     if state == "queued":
         other, _ = world.lent(prefill, "first", [4], written=True)
@@ -266,12 +263,10 @@ class Retried:
     """A request that its owner may recall, with three retries, whose first attempt reads."""
 
     def __init__(self) -> None:
-        self.world = World()
-        self.prefill = self.world.add("p", make_layout(), engine_id="prefill")
-        self.decode = self.world.add("d", make_layout(base=1 << 41), engine_id="decode")
+        self.world, self.prefill, self.decode = opened()
         self.params, _ = self.world.lent(self.prefill, "r", [3], written=True, recall=True)
         wanted = PullRequest("d", [(0, [5])], self.params)
-        self.request = self.decode.core.pull(wanted, 3, 20.0, 0.0)
+        self.request = self.decode.core.pull(wanted, 3, 20.0, self.world.time(self.decode))
         self.world.settle(self.decode)
         self.world.deliver_all()
 
@@ -615,8 +610,7 @@ def test_lists_of_any_length_and_ids_beyond_the_memory_are_harmless() -> None:
 
 def test_a_withdrawn_request_is_not_lent_after_the_memory_was_registered_anew() -> None:
     """Its key may be of an epoch that this rank had not reached, because another rank was suspended before."""
-    world = World()
-    prefill = world.add("p", make_layout(), engine_id="prefill")
+    world, prefill = alone()
     params = world.params([prefill], "r", [3], 4, written=True, recall=True)
     key = msgspec.structs.replace(params.key, memory_epoch=1)
     prefill.core.withdraw(msgspec.structs.replace(params, key=key), world.time(prefill))

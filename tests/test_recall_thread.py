@@ -28,8 +28,8 @@ from asynckv.edges.nic.nixl import NixlPlane
 from asynckv.embed import EngineThread, Finished, Lend, Pull
 from asynckv.embed.thread import LAST_S, MAX_CRASHES
 from tests.engines import memory
-from tests.test_embed_thread import CONFIG, Stuck, on_loop
-from tests.ways import PATIENCE_S, Held
+from tests.test_embed_thread import CONFIG
+from tests.ways import PATIENCE_S, Held, Stuck, end, on_loop
 
 pytestmark = pytest.mark.nixl
 
@@ -255,10 +255,6 @@ def test_a_recall_after_the_end_returns_the_promises_that_the_end_cut_short(owne
         assert {hold.request_id for hold in owner.close(LAST_S)} == {"r1", "r2", "r3"}
         (hold,) = owner.recall([marked])
         assert (hold.request_id, hold.blocks, hold.left_s > 0) == ("r2", {0: (2, 3)}, True)
-
-
-def end() -> None:
-    raise SystemExit("enough")
 
 
 def test_a_recall_during_an_end_that_crashes_returns_the_blocks_that_another_grant_keeps(owner: EngineThread) -> None:

@@ -206,16 +206,6 @@ def test_each_stage_of_a_decode_engine_releases_for_itself() -> None:
     assert b"".join(rank.buffers.block(9) for rank in stages) == want
 
 
-def test_a_full_prefix_hit_reads_nothing_and_releases_every_rank() -> None:
-    world = World()
-    prefill, decode = group(world, 2, 1, heads=2)
-    params, leases = world.lent_by(prefill, "req", [3], written=True)
-    it = world.pull(decode[0], "d-req", [], params)
-    world.run()
-    assert (it.reason, it.measures.num_bytes) == (Reason.COMPLETE, 0)
-    assert [lease.state for lease in leases] == [LeaseState.RELEASED] * 2
-
-
 def test_a_lease_frees_only_after_every_distinct_reader() -> None:
     world = World()
     prefill, decode = group(world, 1, 4)
@@ -459,18 +449,6 @@ def test_an_answer_that_should_have_been_repeated_since_is_published_with_its_ag
     world.advance(9.5)
     assert it.reason is Reason.NOT_LENT_YET
     assert "(its last answer was 9 s ago) when the deadline passed" in it.detail
-
-
-def test_a_pull_that_waits_for_a_lease_and_for_a_transfer_names_both() -> None:
-    world = World()
-    prefill, (decode,) = group(world, 2, 1)
-    params = world.params(prefill, "req", [3], 4, written=True)
-    world.lend(prefill[0], params)
-    it = world.pull(decode, "d-req", [1], params, timeout=3)
-    world.deliver_all()  # all reads are posted, and none of them ends
-    world.advance(4)
-    assert it.reason is Reason.TIMEOUT
-    assert re.match("still reading from prefill/tp0@.*, prefill/tp1@.*, and not lent yet by prefill/tp1@", it.detail)
 
 
 def test_a_release_takes_the_place_of_its_early_claim_and_that_claim_changes_nothing_when_it_comes_again() -> None:
@@ -726,18 +704,6 @@ def test_layouts_that_differ_are_refused_at_the_handshake() -> None:
     assert not decode.reads
 
 
-def test_a_renewed_lease_outlasts_a_long_queue() -> None:
-    world, _, decode, params, lease = lent()
-    world.announce(decode, "d-req", params, 400.0)
-    world.run()
-    world.live(300.0, 1.0)
-    assert not lease.is_over
-    it = world.pull(decode, "d-req", [9], params)
-    world.run()
-    assert it.reason is Reason.COMPLETE
-    assert lease.state is LeaseState.RELEASED
-
-
 def test_an_announcement_that_is_never_pulled_releases_the_request() -> None:
     world, prefill, decode = opened()
     params, lease = world.lent(prefill, "req", [3])
@@ -824,11 +790,6 @@ def test_endpoints_with_holes_is_refused() -> None:
     ranks: Sequence[Endpoint] = [Endpoint(r, f"tcp://127.0.0.1:{r + 1}", "i") for r in (0, 2)]
     with pytest.raises(ConfigError, match=r"\[\(0, 0\), \(0, 2\)\]"):
         PrefillRanks("p", ranks, tp_size=3)
-    world, prefill, decode = opened()
-    params = world.params([prefill], "req", [3], 4)
-    broken: KVTransferParams = msgspec.structs.replace(params, tp_size=2)
-    with pytest.raises(PlanRefused, match="must be listed once"):
-        world.pull(decode, "d", [1], broken)
 
 
 SHARING = [Endpoint(r, f"tcp://127.0.0.1:{r + 1}", "i") for r in range(4)]

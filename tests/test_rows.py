@@ -36,7 +36,7 @@ from asynckv.geometry.pairing import BlockLists
 from asynckv.geometry.plan import plan_read
 from asynckv.geometry.tables import PeerTables
 from tests.rows import unnoticed
-from tests.world import World, make_layout
+from tests.world import make_layout, opened
 
 S = PullState
 PLACE = (Address("tcp://127.0.0.1:1"), "i" * 32)
@@ -533,8 +533,7 @@ def test_an_impossible_peer_event_changes_nothing(state: PeerState, event: PeerE
 
 
 def test_an_impossible_pull_event_changes_nothing() -> None:
-    world = World()
-    prefill, decode = world.add("p", make_layout()), world.add("d", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     params = world.params([prefill], "req", [1], 4)
     it = world.pull(decode, "d-req", [1], params)
     before = (it.state, list(it.history))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from asynckv import BytesDiffer
-from asynckv.config import EngineConfig, LeaseConfig, PullConfig
+from asynckv.config import LeaseConfig, PullConfig
 from asynckv.core.attempts import RequestState
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.pull import Pull, PullRequest, PullState
@@ -25,7 +25,7 @@ from tests.documented import Lines
 from tests.engines import Bench, until
 from tests.test_packed_copies import Pair
 from tests.test_proof import Reading
-from tests.world import BLOCK, Letter, Rank, World, make_layout, ranks_of
+from tests.world import BLOCK, Letter, Rank, World, make_layout, opened, ranks_of
 
 ALL: Literal["all"] = "all"
 
@@ -35,10 +35,7 @@ def settings(second_look: float = 1.0, second_look_bytes: int | Literal["all"] =
 
 
 def make(pull: PullConfig | None = None) -> tuple[World, Rank, Rank]:
-    lease = LeaseConfig(lease_s=30.0, grant_s=10.0)
-    world = World(EngineConfig(engine_id="x", lease=lease, pull=pull or settings()))
-    prefill = world.add("p", make_layout(), engine_id="prefill")
-    return world, prefill, world.add("d", make_layout(base=1 << 41), engine_id="decode", seed=9)
+    return opened(lease=LeaseConfig(lease_s=30.0, grant_s=10.0), pull=pull or settings())
 
 
 def looks_of(decode: Rank) -> list[TransferId]:
@@ -357,7 +354,7 @@ def test_pulls_go_without_a_look_while_all_places_hang_and_nothing_leaks() -> No
         world.complete(decode, look)
     world.run()
     assert is_clean(decode)
-    params, _ = world.lent(world.ranks["p"], "again", [9], written=True)
+    params, _ = world.lent(world.ranks["prefill"], "again", [9], written=True)
     again = world.pull(decode, "again", [11], params)
     world.run()
     assert again.reason is Reason.COMPLETE
@@ -370,7 +367,7 @@ def test_a_peer_whose_looks_hang_is_not_looked_at_again_while_others_are() -> No
     for pull in own:
         for look in [*pull.sources[0].running]:
             world.tell(decode, TransferEnded(look, Ending.IN_DOUBT, "unheard of"))
-    params, _ = world.lent(world.ranks["p"], "again", [9], written=True)
+    params, _ = world.lent(world.ranks["prefill"], "again", [9], written=True)
     again = world.pull(decode, "again", [0], params)
     read(world, decode)
     assert again.reason is Reason.COMPLETE
@@ -435,7 +432,7 @@ def test_a_quarter_of_the_pulls_looks_twice() -> None:
     looks = 0
     for number in range(4000):
         params = world.params([prefill], f"r{number}", [number % 12], 4)
-        pull = decode.core.announce(f"d{number}", params, "", 30.0, 0.0)
+        pull = decode.core.announce(f"d{number}", params, "", 30.0, world.time(decode))
         looks += pull.looks
     assert 900 < looks < 1100
 

@@ -24,7 +24,7 @@ from asynckv.scheduler import PrefillRanks
 from tests import oracle
 from tests.lab.oracles import wrong_in
 from tests.oracle import Engine, GroupSpec, LayerSpec, PartSpec
-from tests.world import Buffers, Rank, World, begin, make_layout, ranks_of, reason
+from tests.world import Buffers, Rank, World, begin, make_layout, opened, ranks_of, reason
 
 CONFIG = EngineConfig(
     engine_id="x", lease=LeaseConfig(lease_s=30.0, grant_s=10.0), pull=PullConfig(handshake_s=2.0, drain_s=1.0)
@@ -645,9 +645,7 @@ def test_a_rank_that_was_taken_for_gone_is_released_until_it_acknowledges() -> N
 
 
 def test_nothing_is_kept_of_ranks_that_are_gone() -> None:
-    world = World()
-    decode = world.add("d", make_layout())
-    prefill = world.add("p", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     params, _ = world.lent(prefill, "r", [1], written=True)
     world.pull(decode, "x", [2], params)
     world.run()
@@ -681,8 +679,7 @@ def test_what_is_remembered_of_prefill_groups_is_bounded(what: str, monkeypatch:
 
 
 def test_a_rank_that_is_still_being_loaded_is_not_loaded_a_second_time() -> None:
-    world = World()
-    decode, prefill = world.add("d", make_layout()), world.add("p", make_layout(base=1 << 41))
+    world, prefill, decode = opened()
     world.auto_load = False
     for i in range(3):
         params, _ = world.lent(prefill, f"r{i}", [1 + i], written=True)

@@ -6,8 +6,6 @@ import asyncio
 import contextvars
 import inspect
 import logging
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -40,6 +38,7 @@ from asynckv.geometry.plan import ReadRequest
 from asynckv.layout import register_memory
 from asynckv.ports import AgentInfo
 from asynckv.testing import SimControl, SimData, SimNetwork
+from tests.commands import python
 from tests.engines import Bench, memory, passing, turn_loop, until
 from tests.lab.world import Process, World, WorldClock, WorldControl, WorldData
 
@@ -747,7 +746,5 @@ asyncio.run(parent())
 
 
 def test_the_child_of_a_fork_is_told_that_the_engine_stayed_with_the_parent() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, timeout=50, check=False
-    )
+    done = python("-W", "ignore", "-c", FORKED)
     assert (done.returncode, done.stdout) == (0, "good\n"), done.stderr

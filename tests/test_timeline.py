@@ -473,6 +473,7 @@ def test_several_that_match_are_listed(log: str, why: Why) -> None:
     [
         (["--json", "-", "--html", "-"], "--html and --json cannot share stdout"),
         (["--html", "NONE/x.html"], "NONE/x.html: cannot be written"),
+        (["--watch"], "--watch asks running engines: give addresses alone"),
     ],
 )
 def test_bad_input_is_one_line(argv: list[str], says: str, log: str, tmp_path: Path, why: Why) -> None:
@@ -484,11 +485,13 @@ def test_bad_input_is_one_line(argv: list[str], says: str, log: str, tmp_path: P
     assert err.count("\n") == 1
 
 
-def test_a_log_of_others_is_bad_input(tmp_path: Path, why: Why) -> None:
-    (tmp_path / "x.log").write_text("hello\n")
+@pytest.mark.parametrize(("text", "says"), [("hello\n", "of other programs"), ("", "nothing is in there")])
+def test_a_log_without_events_is_bad_input(text: str, says: str, tmp_path: Path, why: Why) -> None:
+    (tmp_path / "x.log").write_text(text)
     code, _, err = why(str(tmp_path))
     assert code == 2
     assert "no event of asynckv's" in err
+    assert says in err
 
 
 def test_files_and_stdout(log: str, tmp_path: Path, why: Why) -> None:

@@ -11,8 +11,6 @@ import re
 import select
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -37,9 +35,10 @@ from asynckv.edges.control.zmq import ZmqPlane, make_pair
 from asynckv.errors import BackendError, ConfigError
 from asynckv.keys import KeyPair, encode_z85, write_pair
 from asynckv.testing import SimData, SimNetwork
+from tests.commands import python
 from tests.engines import memory, open_files, until
-from tests.lab.attack import HANDSHAKE_COMMANDS
-from tests.lab.strangers import Proxy
+from tests.lab.attack import CURVE_GREETING, HANDSHAKE_COMMANDS
+from tests.lab.strangers import GREETING, Proxy, place
 
 LOOPBACK = "tcp://127.0.0.1:0"
 PATIENCE_S = 20.0
@@ -124,11 +123,6 @@ def stranger(address: str, route: bytes = b"") -> Iterator[zmq.Socket[bytes]]:
             dealer.routing_id = route
         dealer.connect(address)
         yield dealer
-
-
-def place(address: str) -> tuple[str, int]:
-    host, _, port = address.partition("#")[0].removeprefix("tcp://").rpartition(":")
-    return host, int(port)
 
 
 async def check_alive(plane: ZmqPlane, inbox: Inbox, keys: KeysConfig | None = None) -> None:
@@ -580,7 +574,6 @@ async def test_a_packet_of_just_the_limit_arrives() -> None:
         assert at_a.bodies == [bytes(MAX_PACKET)]
 
 
-GREETING = b"\xff\0\0\0\0\0\0\0\x01\x7f\x03\0NULL" + bytes(16 + 1 + 31)
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
 RAW = {
     "http": b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -1275,7 +1268,7 @@ def test_too_few_descriptors_are_told_before_libzmq_would_abort() -> None:
         "from asynckv.edges.control.zmq import ZmqPlane\n"
         "asyncio.run(ZmqPlane('tcp://127.0.0.1:0').start(lambda *packet: None))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = python("-c", code, timeout_s=PATIENCE_S)
     assert done.returncode == 1
     assert "of 40 file descriptors are free" in done.stderr
     assert "ulimit -n" in done.stderr
@@ -1313,11 +1306,8 @@ def test_links_leave_descriptors_for_everybody_else() -> None:
             await plane.aclose()
 
         asyncio.run(main())"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = python("-c", code, timeout_s=PATIENCE_S)
     assert done.returncode == 0, done.stderr
-
-
-CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\0CURVE" + bytes(15) + bytes(1 + 31)
 
 
 # -- keys ------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
@@ -114,3 +115,32 @@ def until(condition: Callable[[], object], *ways: Way) -> None:
         assert time.monotonic() < deadline, f"it did not come to pass: {[way.statistics(0.0) for way in ways]}"
         for way in ways:
             way.turn()
+
+
+def on_loop(thread: EngineThread, call: Callable[[], object]) -> None:
+    """Call something on the engine's loop, whatever comes of it."""
+    assert thread._loop is not None
+    thread._loop.call_soon_threadsafe(call)
+
+
+class Stuck:
+    """A loop that is held up until told otherwise."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        self._began, self._go = threading.Event(), threading.Event()
+        on_loop(thread, self._hold)
+        assert self._began.wait(PATIENCE_S)
+
+    def _hold(self) -> None:
+        self._began.set()
+        assert self._go.wait(PATIENCE_S)
+
+    def __enter__(self) -> Stuck:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._go.set()
+
+
+def end() -> None:
+    raise SystemExit("enough")

@@ -432,14 +432,8 @@ def chaos(
     names = command.chosen(scenarios, SCENARIOS)
     command.check(0 < seconds <= 3600, f"--seconds {seconds:g} is outside (0, 3600]")
     command.check(1 <= cycles <= 10_000, f"--cycles {cycles} is outside [1, 10000]")
-    keywords: dict[str, Any] = {
-        "seconds": seconds,
-        "seed": seed,
-        "transport": transport,
-        "cycles": cycles,
-        "process": process,
-    }
-    return command.report(json, (functools.partial(asyncio.run, run(name, **keywords)) for name in names))
+    runs = (run(n, seconds=seconds, seed=seed, transport=transport, cycles=cycles, process=process) for n in names)
+    return command.report(json, (functools.partial(asyncio.run, each) for each in runs))
 
 
 EPILOG = f"""

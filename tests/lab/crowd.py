@@ -22,6 +22,7 @@ import pytest
 
 from asynckv.tools.bench.processes import ROOT
 from asynckv.tools.proxy.server import COMPLETIONS
+from tests.commands import python
 from tests.test_proxy import HEAR_S, START_S, Client, Tiny, asks, said
 
 WHEELS = ROOT / ".tox" / "wheels"
@@ -183,7 +184,6 @@ async def leases(engine: Tiny, session: aiohttp.ClientSession) -> dict[str, int]
 
 def why(*sources: Path) -> dict[str, Any]:
     """Ask `asynckv why`."""
-    command = [sys.executable, "-m", "asynckv", "why", *map(str, sources), "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "COLUMNS": "100"})
+    done = python("-m", "asynckv", "why", *map(str, sources), "--json", "-", COLUMNS="100")
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -40,7 +40,8 @@ HANDSHAKE = GREETING + bytes([4, len(READY)]) + READY
 
 def place(address: str) -> tuple[str, int]:
     """Host and port of a control plane's address."""
-    return "127.0.0.1", int(address.partition("#")[0].rpartition(":")[2])
+    host, _, port = address.partition("#")[0].removeprefix("tcp://").rpartition(":")
+    return host, int(port)
 
 
 @contextlib.asynccontextmanager

@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands import python
 from tests.lab import simulation
 from tests.lab.mutations import PLANTED, doors, knows_no_recall
 from tests.lab.rigged import Rank, Rigged
@@ -142,17 +141,9 @@ def digest(seed: int) -> str:
 def digests(module: str) -> list[list[str]]:
     """The digests of ten seeds by the function `digest` of a module, as each of two processes has them."""
     code = f"from {module} import digest; print(*map(digest, range(10)))"
-    return [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        ).stdout.split()
-        for seed in ("1", "2")
-    ]
+    done = [python("-c", code, timeout_s=120, PYTHONHASHSEED=seed) for seed in ("1", "2")]
+    assert not any(each.returncode for each in done), done[0].stderr
+    return [each.stdout.split() for each in done]
 
 
 @pytest.mark.slow

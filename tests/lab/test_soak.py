@@ -6,19 +6,18 @@ import asyncio
 import copy
 import json
 import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests.commands import python
 from tests.lab import soak
 from tests.lab.arena import layout_of
 from tests.lab.fleet import Blocks
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.lab.soak", *argv]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return python("-m", "tests.lab.soak", *argv, timeout_s=100)
 
 
 @pytest.mark.nixl

@@ -284,6 +284,12 @@ class Side:
         self.step(loaded=[request_id])
         return request
 
+    def compute(self, request_id: str, prompt: Sequence[int], most: int, steps: int = 1) -> None:
+        """Take a request that brings nothing, and make so many steps."""
+        self.add(request_id, prompt, None, most)
+        for _ in range(steps):
+            self.step()
+
     def ended(self, request_id: str) -> Told:
         """Make steps until a request has ended."""
         for _ in range(1000):

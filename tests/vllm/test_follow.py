@@ -45,6 +45,12 @@ class Pair:
     def add(self, name: str, prompt: list[int], most: int = 1, **fields: Any) -> Any:
         return self.decode.add(name, prompt, json.loads(json.dumps(self.follow)), most, **fields)
 
+    def following(self, num_tokens: int = 100, most: int = 1) -> list[int]:
+        """Let a request begin to follow, and return its prompt."""
+        self.add("a", prompt := prompt_of(num_tokens), most)
+        self.decode.step()
+        return prompt
+
     def lent(self, prompt: list[int]) -> dict[str, Any]:
         """Prefill the prompt, and return its params as they come from the prefill engine's rank."""
         self.prefill.add(self.ticket, prompt, {"do_remote_decode": True, "asynckv_ticket": self.ticket})
@@ -299,10 +305,9 @@ def test_what_a_prefix_cache_has_is_not_read(groups: tuple[Group, ...]) -> None:
 
 
 def test_an_offer_of_another_prompt_is_released_and_the_prompt_computed() -> None:
-    pair, side = Pair(), None
+    pair = Pair()
     side = pair.decode
-    pair.add("a", prompt_of(100))
-    side.step()
+    pair.following()
     offer = pair.offer("a", prompt_of(100))
     side.step(reports=offer)
     told = side.step()
@@ -335,10 +340,8 @@ def test_a_follower_that_is_refused_fails_as_a_load(policy: str, asynchronous: b
 
 @pytest.mark.parametrize("reason", ["no_offer", "engine_closed", "wrong_target"])
 def test_a_refusal_by_the_first_worker_decides_and_a_later_offer_is_released(reason: str) -> None:
-    pair, prompt = Pair(policy="recompute"), prompt_of(100)
-    side = pair.decode
-    pair.add("a", prompt)
-    side.step()
+    pair = Pair(policy="recompute")
+    side, prompt = pair.decode, pair.following()
     side.step(reports=refusal("a", reason).aggregate(offer := pair.offer("a", prompt)))
     assert ended(side.step()) == [None, offer.offered[0].params["key"]]
     side.step(reports=FollowReports([offer.offered[0]], []))  # another worker's
@@ -347,10 +350,8 @@ def test_a_refusal_by_the_first_worker_decides_and_a_later_offer_is_released(rea
 
 
 def test_a_late_offer_is_released() -> None:
-    pair, prompt = Pair(policy="recompute"), prompt_of(100)
-    side = pair.decode
-    pair.add("a", prompt)
-    side.step()
+    pair = Pair(policy="recompute")
+    side, prompt = pair.decode, pair.following()
     side.step(reports=refusal("a", "no_offer"))
     for _ in range(4):
         side.step()
@@ -362,10 +363,8 @@ def test_a_late_offer_is_released() -> None:
 
 
 def test_the_first_offer_decides_for_all_workers_and_others_are_released() -> None:
-    pair, prompt = Pair(), prompt_of(100)
-    side = pair.decode
-    pair.add("a", prompt)
-    side.step()
+    pair = Pair()
+    side, prompt = pair.decode, pair.following()
     first = pair.offer("a", prompt)
     pair.ticket = next(tickets)
     other = pair.offer("a", prompt)
@@ -392,8 +391,7 @@ def test_a_follower_of_which_no_worker_reports_runs_out(clock: Clock, pause: Pau
     pair = Pair()
     side, follow_s = pair.decode, pair.decode.half.options.pull.follow_s
     assert follow_s == 600
-    pair.add("a", prompt_of(100))
-    side.step()
+    pair.following()
     side.scheduler.set_pause_state(pause)
     clock.now += follow_s
     assert side.step().orders == []
@@ -409,12 +407,10 @@ def test_a_follower_of_which_no_worker_reports_runs_out(clock: Clock, pause: Pau
 
 
 def test_an_offered_request_that_waits_long_for_its_turn_is_not_refused(clock: Clock) -> None:
-    pair, prompt = Pair(max_seqs=1), prompt_of(100)
+    pair = Pair(max_seqs=1)
     side = pair.decode
-    side.add("first", prompt_of(10), None, 500)
-    side.step()
-    pair.add("a", prompt)
-    side.step(reports=None)
+    side.compute("first", prompt_of(10), 500)
+    prompt = pair.following()
     side.step(reports=pair.offer("a", prompt))
     for _ in range(3):
         clock.now += 500.0
@@ -424,11 +420,10 @@ def test_an_offered_request_that_waits_long_for_its_turn_is_not_refused(clock: C
 
 
 def test_a_follower_has_no_room_made_for_it_before_it_is_offered(clock: Clock) -> None:
-    pair, prompt = Pair(num_blocks=20), prompt_of(200)
+    pair = Pair(num_blocks=20)
     side = pair.decode
     side.prefill("lent", prompt_of(200))
-    pair.add("a", prompt)
-    side.step()
+    prompt = pair.following(200)
     clock.now += 60.0
     assert side.step().orders == []
     side.step(reports=pair.offer("a", prompt))
@@ -470,10 +465,8 @@ def test_a_prompt_that_is_cached_whole_begins_at_once_and_releases_what_it_is_of
 
 
 def test_a_prompt_that_is_cached_whole_while_it_waits_begins() -> None:
-    pair, prompt = Pair(), prompt_of(100)
-    side = pair.decode
-    pair.add("a", prompt)
-    side.step()
+    pair = Pair()
+    side, prompt = pair.decode, pair.following()
     side.add("b", prompt, None)
     assert side.step().tokens == {"b": [7]}
     assert side.step().tokens == {"a": [7]}
@@ -494,9 +487,8 @@ def test_a_prompt_that_is_cached_in_part_waits() -> None:
 
 
 def test_a_prompt_shorter_than_a_block_waits() -> None:
-    pair, prompt = Pair(), prompt_of(5)
-    pair.add("a", prompt)
-    pair.decode.step()
+    pair = Pair()
+    prompt = pair.following(5)
     pair.decode.step(reports=pair.offer("a", prompt))
     assert pair.decode.step().only(Pull).num_tokens == 5
 
@@ -519,12 +511,10 @@ def test_a_follower_that_leaves_says_so_and_an_offer_that_crosses_it_is_released
 
 
 def test_a_follower_that_leaves_when_it_was_offered_releases_it() -> None:
-    pair, prompt = Pair(max_seqs=1), prompt_of(100)
+    pair = Pair(max_seqs=1)
     side = pair.decode
-    side.add("first", prompt_of(10), None, 50)
-    side.step()
-    pair.add("a", prompt)
-    side.step()
+    side.compute("first", prompt_of(10), 50)
+    prompt = pair.following()
     side.step(reports=(offer := pair.offer("a", prompt)))
     side.abort("a")
     assert side.step().only(Cancel).params["key"] == offer.offered[0].params["key"]
@@ -641,10 +631,8 @@ def test_params_that_came_with_a_follow_are_read_at_once() -> None:
 
 
 def test_a_ticket_that_was_read_is_not_followed_again() -> None:
-    pair, prompt = Pair(prefix_caching=False), prompt_of(100)
-    side = pair.decode
-    pair.add("a", prompt)
-    side.step()
+    pair = Pair(prefix_caching=False)
+    side, prompt = pair.decode, pair.following()
     side.step(reports=pair.offer("a", prompt))
     side.step()
     side.step(loaded=["a"])

@@ -456,8 +456,7 @@ class Early(Pair):
 
     def begun(self, tokens: int = 1000, most: int = 2) -> list[int]:
         """A request with a head start; returns its prompt."""
-        self.add("a", prompt := prompt_of(tokens), most)
-        self.decode.step()
+        prompt = self.following(tokens, most)
         self.decode.step(reports=self.piece("a", prompt))
         assert self.decode.step().only(StartEarly).request_id == "a"
         return prompt
@@ -494,10 +493,8 @@ def test_a_follower_gets_blocks_at_the_first_piece_and_the_loan_fills_the_same(g
 
 @pytest.mark.parametrize("kind", ["other prompt", "no hashes", "short hashes"])
 def test_a_piece_of_another_prompt_gets_no_blocks(kind: str) -> None:
-    pair, prompt = Early(), prompt_of(1000)
-    side = pair.decode
-    pair.add("a", prompt)
-    side.step()
+    pair = Early()
+    side, prompt = pair.decode, pair.following(1000)
     piece = {
         "other prompt": lambda: pair.piece("a", prompt_of(1000)),
         "no hashes": lambda: pair.piece("a", prompt, hashes=(), hash_tokens=0),
@@ -510,9 +507,8 @@ def test_a_piece_of_another_prompt_gets_no_blocks(kind: str) -> None:
 
 
 def test_hashes_that_a_chain_of_which_would_take_long_are_not_made() -> None:
-    pair, prompt = Early(), prompt_of(1000)
-    pair.add("a", prompt)
-    pair.decode.step()
+    pair = Early()
+    prompt = pair.following(1000)
     pair.decode.step(reports=pair.piece("a", prompt, 256, every=2))
     assert pair.decode.step().orders == []
 
@@ -537,9 +533,7 @@ def test_head_starts_hold_half_of_the_blocks_at_most(num_blocks: int, count: int
 def test_a_head_start_waits_for_requests_that_were_offered() -> None:
     pair, prompts = Early(num_blocks=200), {name: prompt_of(1000) for name in "ab"}
     side = pair.decode
-    side.add("large", prompt_of(2500), None, 50)
-    side.step()
-    side.step()
+    side.compute("large", prompt_of(2500), 50, steps=2)
     tickets_of = {}
     for name, prompt in prompts.items():
         tickets_of[name] = pair.ticket = next(tickets)
@@ -647,10 +641,8 @@ def test_a_late_offer_behind_a_failed_head_start_is_released() -> None:
 
 @pytest.mark.parametrize("when", ["in its first step", "later", "offered"])
 def test_a_request_that_leaves_with_a_head_start_keeps_its_blocks_until_the_workers_report(when: str) -> None:
-    pair, prompt = Early(), prompt_of(1000)
-    side = pair.decode
-    pair.add("a", prompt)
-    side.step()
+    pair = Early()
+    side, prompt = pair.decode, pair.following(1000)
     side.step(reports=pair.piece("a", prompt))
     out = side.scheduler.schedule()
     if when != "in its first step":

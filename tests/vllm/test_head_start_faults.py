@@ -12,16 +12,14 @@ from asynckv.embed.orders import Lend, WithdrawTicket
 from asynckv.integrations.vllm import scheduler as scheduler_module
 from asynckv.integrations.vllm.chain import chain_of
 from tests.vllm.test_head_start import Early, Prefill, begun
-from tests.vllm.test_scheduler import prompt_of
 
 
 def test_the_chain_of_a_prompt_is_made_once_however_many_workers_are_offered_a_piece(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It takes milliseconds of a long prompt, and eight workers may report in one step."""
-    pair, prompt = Early(), prompt_of(1000)
-    pair.add("a", prompt)
-    pair.decode.step()
+    pair = Early()
+    prompt = pair.following(1000)
     made: list[int] = []
 
     def counted(request: Any, *given: Any) -> list[str]:

@@ -520,10 +520,10 @@ def test_host_memory_is_pinned_for_the_device_of_the_caches_and_copies_go_on_whe
 
 
 def a_manager(
-    slots: int = 8, *, records: Any = None, clock: Callable[[], float] = time.monotonic, **fields: Any
+    slots: int = 8, *, given: Any = None, records: Any = None, clock: Any = time.monotonic, **fields: Any
 ) -> Manager:
     """A manager of one rank's slots, with these options."""
-    given, shape = config(), Shape(PAGE, 1, 1, slots)
+    given, shape = given or config(), Shape(PAGE, 1, 1, slots)
     options: dict[str, Any] = {"model": "m", "hash_tokens": 16, "host_bytes": 1} | fields
     offload = OffloadConfig(**options)
     return Manager(given, offload, shape, stored(given, offload, shape), records, clock=clock)
@@ -586,13 +586,10 @@ class Kept:
     def __init__(self, slots: int = 8, blocks: int = 8, is_joined: bool = True) -> None:
         self.records = Records()
         given = config()
-        offload = OffloadConfig(model="m", hash_tokens=16, host_bytes=1, directory="/x", file_bytes=64 * PAGE)
-        shape = Shape(PAGE, 1, 1, slots)
-        groups = stored(given, offload, shape)
-        self.region = Region(given.engine_id, shape)
+        self.region = Region(given.engine_id, Shape(PAGE, 1, 1, slots))
         if is_joined:
             self.region.join(0)
-        self.manager = Manager(given, offload, shape, groups, self.records)  # type: ignore[arg-type]
+        self.manager = a_manager(slots, given=given, records=self.records, directory="/x", file_bytes=64 * PAGE)
         self.keys = [key(i) for i in range(blocks)]
         for each in self.keys:
             context = ReqContext("first")
@@ -839,14 +836,11 @@ class Filed:
 
     def __init__(self, folder: Path, disk: SimDisk | None, model: str = "m", **fields: Any) -> None:
         given = config(**fields)
-        offload = OffloadConfig(
-            model=model, hash_tokens=16, host_bytes=1, directory=str(folder), file_bytes=8 * PAGE, policy="lru"
-        )
-        shape = Shape(PAGE, 1, 1, 8)
-        self.region = Region(given.engine_id, shape)
+        self.region = Region(given.engine_id, Shape(PAGE, 1, 1, 8))
         self.region.join(0)
         records = None if disk is None else AtOnce(disk)
-        self.manager = Manager(given, offload, shape, stored(given, offload, shape), records)
+        options: dict[str, Any] = {"directory": str(folder), "file_bytes": 8 * PAGE, "policy": "lru"}
+        self.manager = a_manager(given=given, records=records, model=model, **options)
         self.slots = self.region.array.reshape(8, PAGE)
 
     def until_written(self) -> dict[str, int]:

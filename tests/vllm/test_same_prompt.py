@@ -298,8 +298,7 @@ def test_every_cause_has_its_sentence_and_its_row_in_the_documents() -> None:
 def test_a_request_that_waits_for_another_is_compared_as_well() -> None:
     """The first reads and the second has another prompt: it neither reads nor ends what the first reads."""
     side, prompt = Side(max_seqs=1), prompt_of(100)
-    side.add("first", prompt_of(10), None, 50)
-    side.step()
+    side.compute("first", prompt_of(10), 50)
     params = brought(prompt)
     side.add("a", prompt, params, 1)
     side.add("b", prompt_of(100), json.loads(json.dumps(params)), 1)

@@ -45,8 +45,8 @@ def brought(prompt: Sequence[int], groups: tuple[Group, ...] = DENSE, **fields: 
     return json.loads(json.dumps(Side(groups, name="prefill").prefill("at-prefill", prompt, **fields)))
 
 
-def num_read(pull: Pull, group: int = 0) -> int:
-    return len([block for block in pull.groups[group][1] if block is not None])
+def num_read(pull: Pull) -> int:
+    return len([block for block in pull.groups[0][1] if block is not None])
 
 
 def is_clean(side: Side) -> bool:
@@ -322,8 +322,7 @@ def test_any_priority_that_a_client_gives_can_be_ordered(given: int, ordered: in
 def test_only_what_the_prefix_cache_lacks_is_read() -> None:
     prompt = prompt_of(100)
     side = Side()
-    side.add("before", prompt[:50], None, 1)
-    side.step()
+    side.compute("before", prompt[:50], 1)
     side.add("a", prompt, brought(prompt), 1)
     pull = side.step().only(Pull)
     ((first, ids),) = pull.groups
@@ -333,8 +332,7 @@ def test_only_what_the_prefix_cache_lacks_is_read() -> None:
 def test_groups_of_different_block_sizes_begin_each_in_their_own_block() -> None:
     prompt = prompt_of(200)
     side = Side(MIXED)
-    side.add("before", prompt[:100], None, 1)
-    side.step()
+    side.compute("before", prompt[:100], 1)
     params = brought(prompt, MIXED)
     side.add("a", prompt, params, 1)
     pull = side.step().only(Pull)
@@ -347,9 +345,7 @@ def test_groups_of_different_block_sizes_begin_each_in_their_own_block() -> None
 def test_hybrids_take_the_state_after_the_last_token_whatever_the_prefix_cache_has() -> None:
     prompt = prompt_of(200)
     side = Side(HYBRID)
-    side.add("before", prompt[:100], None, 1)
-    side.step()
-    side.step()
+    side.compute("before", prompt[:100], 1, steps=2)
     side.add("a", prompt, brought(prompt, HYBRID), 3)
     pull = side.step().only(Pull)
     (first, ids), (state_first, states) = pull.groups
@@ -366,9 +362,7 @@ def test_what_the_prefix_cache_has_of_attention_alone_is_completed(evicted: tupl
     """Under pressure states and windows are gone before the blocks of full attention: the load brings them again."""
     prompt = prompt_of(120)
     side = Side(THREE)
-    side.add("before", prompt[:100], None, 1)
-    for _ in range(3):
-        side.step()
+    side.compute("before", prompt[:100], 1, steps=3)
     pool, manager = side.scheduler.kv_cache_manager.block_pool, side.scheduler.kv_cache_manager
     cached = {group: set[int]() for group in range(3)}
     for block in pool.blocks:
@@ -436,8 +430,7 @@ def test_params_of_a_longer_prompt_are_of_no_use_to_models_that_forget(groups: t
 
 def test_log_probabilities_of_a_prompt_are_computed_and_its_blocks_given_back_at_once() -> None:
     prompt, side = prompt_of(100), Side(max_seqs=1)
-    side.add("first", prompt_of(10), None, 50)
-    side.step()
+    side.compute("first", prompt_of(10), 50)
     side.add("a", prompt, brought(prompt), 1, prompt_logprobs=1)
     assert side.step().kinds() == [Cancel]  # while it waits in the queue
     side.abort("first")
@@ -450,10 +443,7 @@ def test_a_full_hit_is_discharged_and_nothing_is_reported() -> None:
     """A hybrid stops at N - 1, which the prefix cache can have whole."""
     prompt = prompt_of(65)
     side = Side(HYBRID)
-    side.add("before", prompt, None, 2)
-    side.step()
-    side.step()
-    side.step()
+    side.compute("before", prompt, 2, steps=3)
     side.add("a", prompt, brought(prompt, HYBRID), 1)
     told = side.step()
     assert told.kinds() == [Cancel]
@@ -463,8 +453,7 @@ def test_a_full_hit_is_discharged_and_nothing_is_reported() -> None:
 
 def test_a_request_that_waits_is_announced_once_and_pulled_when_its_turn_comes() -> None:
     prompt, side = prompt_of(100), Side(max_seqs=1)
-    side.add("first", prompt_of(10), None, 5)
-    side.step()
+    side.compute("first", prompt_of(10), 5)
     params = brought(prompt)
     side.add("a", prompt, params, 1)
     announced = side.step().only(Announce)
@@ -477,8 +466,7 @@ def test_a_request_that_waits_is_announced_once_and_pulled_when_its_turn_comes()
 
 def test_a_request_that_finds_no_blocks_asks_again() -> None:
     prompt, side = prompt_of(100), Side(num_blocks=12)
-    side.add("first", prompt_of(80), None, 4)
-    side.step()
+    side.compute("first", prompt_of(80), 4)
     side.add("a", prompt, brought(prompt), 1)
     kinds = [side.step().kinds() for _ in range(5)]
     assert kinds == [[Announce], [], [], [Pull], []]
@@ -539,8 +527,7 @@ ABORTED: dict[str, list[Sequence[str]]] = {
 def test_an_abort_gives_back_what_is_lent_still_in_every_stage(stage: str) -> None:
     prompt, side = prompt_of(100), Side(max_seqs=1)
     if stage == "queued":
-        side.add("first", prompt_of(10), None, 50)
-        side.step()
+        side.compute("first", prompt_of(10), 50)
     side.add("a", prompt, brought(prompt), 5)
     for loaded in ABORTED[stage]:
         side.step(loaded=loaded)
@@ -621,8 +608,7 @@ def test_a_failed_load_is_computed_instead(groups: tuple[Group, ...]) -> None:
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["one at a time", "overlapping"])
 def test_a_preempted_request_does_not_read_again(asynchronous: bool) -> None:
     prompt, side = prompt_of(100), Side(num_blocks=16, asynchronous=asynchronous)
-    side.add("old", prompt_of(96), None, 60)
-    side.step()
+    side.compute("old", prompt_of(96), 60)
     side.add("a", prompt, brought(prompt), 30)
     told = side.step()
     assert told.kinds() == [Pull]
@@ -638,8 +624,7 @@ def test_a_preempted_request_does_not_read_again(asynchronous: bool) -> None:
 
 def test_a_request_that_is_preempted_while_others_load_touches_none_of_them() -> None:
     prompt, side = prompt_of(64), Side(num_blocks=20)
-    side.add("old", prompt_of(96), None, 200)
-    side.step()
+    side.compute("old", prompt_of(96), 200)
     side.add("a", prompt, brought(prompt), 1)
     side.step()
     for _ in range(150):

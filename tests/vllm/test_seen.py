@@ -28,6 +28,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from scripts.bench.versus.vllm_side import free_port
+from tests.commands import asynckv
 from tests.vllm.engines import Server, continued, prompt
 from tests.vllm.pairs import ASKED, Pair
 from tests.vllm.setups import Connector, Setup
@@ -161,8 +162,7 @@ def test_each_worker_shows_its_metrics_and_writes_its_log(server: Server, tmp_pa
 
 def why(*arguments: str | Path) -> dict[str, Any]:
     """What `asynckv why` finds, by code."""
-    command = [sys.executable, "-m", "asynckv", "why", *map(str, arguments), "--json", "-"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = asynckv("why", *map(str, arguments), "--json", "-")
     found: dict[str, Any] = json.loads(done.stdout)
     assert done.returncode == (1 if found["findings"] else 0 if found["is_well"] else 3), done.stderr
     return {each["code"]: each for each in found["findings"]}

@@ -41,6 +41,7 @@ from asynckv.results import LeaseEnd, PullResult
 from asynckv.told import PromptsCounted
 from tests.vllm.keeps import Attention, Recurrent, mamba2
 from tests.vllm.planned import plan, vllm_config
+from tests.ways import Stuck
 
 LAYERS: Mapping[str, Attention | Recurrent] = {f"model.layers.{i}.self_attn.attn": Attention() for i in range(2)}
 NUM_BLOCKS = 80
@@ -782,27 +783,6 @@ def test_a_head_start_that_ends_early_is_told_once_as_failed(make: Make, how: st
     assert (decode.received, decode.half._pulling) == (["d"], {})
 
 
-class Blocked:
-    """Keeps the engine's loop from turning."""
-
-    def __init__(self, worker: Worker) -> None:
-        assert worker.thread._loop is not None
-        self.go, begun = threading.Event(), threading.Event()
-
-        def wait() -> None:
-            begun.set()
-            self.go.wait(WITHIN_S)
-
-        worker.thread._loop.call_soon_threadsafe(wait)
-        assert begun.wait(WITHIN_S)
-
-    def __enter__(self) -> Blocked:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.go.set()
-
-
 @pytest.mark.parametrize("is_planted", [False, True])
 @pytest.mark.parametrize("has_line", [False, True])
 def test_a_step_begins_once_pieces_are_taken_back(
@@ -820,7 +800,7 @@ def test_a_step_begins_once_pieces_are_taken_back(
         prefill.half._line = line if has_line else None
         lend_piece(prefill)
         prefill.until(lambda: num_pieces(prefill) == 1)
-        with Blocked(prefill):
+        with Stuck(prefill.thread):
             begun = runner.submit(prefill.half.start_load, StepOrders([EndPieces(TICKET), WithdrawTicket(TICKET)]))
             while not (is_planted or "taken back" in caplog.text):
                 assert not begun.done()
@@ -837,7 +817,7 @@ def test_a_step_that_waits_too_long_for_pieces_ends_the_worker(make: Make, monke
     monkeypatch.setattr("asynckv.integrations.vllm.worker.RECALL_S", 0.05)
     prefill = make("prefill", options=options).worker
     lend_piece(prefill)
-    with Blocked(prefill), pytest.raises(TimeoutError, match="recall"):
+    with Stuck(prefill.thread), pytest.raises(TimeoutError, match="recall"):
         prefill.half.start_load(StepOrders([EndPieces(TICKET)]))
 
 
