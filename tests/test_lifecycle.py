@@ -191,10 +191,12 @@ async def test_what_no_retry_can_cure_is_told_at_once(sim: Bench) -> None:
 
 
 async def test_a_drain_completes_a_reader_in_the_middle_of_its_pull(sim: Bench) -> None:
-    async with reading(sim) as (prefill, decode, lent, task, _):
+    async with reading(sim) as (prefill, decode, lent, task, params):
         draining = asyncio.create_task(prefill.engine.drain(5.0))
         await pass_by(sim, 2.0)
         assert not draining.done()
+        with pytest.raises(EngineClosed, match="draining"):
+            prefill.engine.lend(params)
         decode.data.finish()
         await passing(sim, task)
         assert await passing(sim, draining) == ()

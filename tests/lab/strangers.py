@@ -170,7 +170,7 @@ def mutate(rng: random.Random, data: bytes) -> bytes:
     for _ in range(rng.randint(1, 4)):
         at, size = rng.randrange(len(out) + 1), rng.randint(1, 16)
         new = (b"", rng.randbytes(1), rng.randbytes(size), bytes(out[at : at + 4 * size]) * 2)
-        out[at : at + rng.choice((0, 1, size))] = rng.choice(new)
+        out[at : at + rng.choice((0, 1, size) * 3 + (len(out),))] = rng.choice(new)
     return bytes(out)
 
 

@@ -37,6 +37,7 @@ from asynckv.integrations.vllm.scheduler import REPORT_S
 from tests.vllm.schedulers import DENSE, HYBRID, MIXED, WINDOW, Group, Side
 from tests.vllm.test_follow import Clock, Pair, clock, counted, ended, leg, refusal, tickets  # noqa: F401
 from tests.vllm.test_scheduler import is_clean, prompt_of, settle
+from tests.vllm.versions import run_by
 
 EARLY = {"head_start_tokens": 512}
 SHAPES = {"dense": DENSE, "window": WINDOW, "mixed": MIXED, "hybrid": HYBRID}
@@ -313,7 +314,7 @@ RUNNERS = pytest.mark.parametrize("runner", ["0", "1"], ids=["first runner", "se
 def test_pieces_end_in_the_step_of_a_preemption_and_begin_anew(
     depth: int, runner: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    run_by(runner, monkeypatch)
     side = Prefill(depth=depth)
     ticket = begun(side, count=count)
     side.preempt("a")
@@ -330,7 +331,7 @@ def test_pieces_end_in_the_step_of_a_preemption_and_begin_anew(
 @RUNNERS
 def test_pieces_end_when_blocks_run_out(depth: int, runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM preempts the last request, and gives its blocks away in the same step."""
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    run_by(runner, monkeypatch)
     side, others = Prefill(depth=depth, num_blocks=145), [f"other-{i}" for i in range(16)]
     for i, name in enumerate(others):
         side.add(name, prompt_of(i + 1), {}, 500)  # each step one of them needs a block more
@@ -386,7 +387,7 @@ def test_pieces_end_before_a_pull_that_may_fill_their_blocks() -> None:
 def test_no_piece_is_lent_if_blocks_are_zeroed_before_the_hook(
     runner: str, groups: tuple[Group, ...], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    run_by(runner, monkeypatch)
     side = Prefill(groups)
     is_late = runner == "1" and groups == HYBRID
     for name in "ab":
@@ -401,7 +402,7 @@ def test_no_piece_is_lent_if_blocks_are_zeroed_before_the_hook(
 def test_no_piece_is_lent_once_a_step_has_copied_blocks_before_the_hook(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    run_by("1", monkeypatch)
     side = Prefill()
     side.prompt("a", prompt_of(2000))
     side.turn()
