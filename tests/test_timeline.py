@@ -151,6 +151,17 @@ def test_a_lease_without_a_claim(axis: Axis) -> None:
     ]
 
 
+def test_a_claim_is_drawn_though_the_lend_was_written_late_and_the_log_ends_with_the_grant(tmp_path: Path) -> None:
+    written = Written()
+    written.begin()
+    ids: dict[str, Any] = {"request_id": "chat-9", "sequence": 9}
+    written.line("lease_lent", 2.3, P, **ids, blocks=1, lease_s=30.0)
+    written.line("lease_granted", 3.0, P, **ids, reader=D[0], pull_id=f"{'c' * 16}-9", seconds=10.0, after_s=1.0)
+    (story,) = stories(axis_of(written, tmp_path))
+    assert bars(story, P) == [("lent", 0.0, 1.0), ("granted", 1.0, 0.0)]
+    assert [bar.note for bar in story.lanes[0].bars] == ["", ""]
+
+
 def test_the_ground_has_starts_ends_and_when_the_loop_was_away(axis: Axis) -> None:
     by_rank = {x.process.rank: x for x in ground(Presence(axis))}
     (away,) = by_rank[D[1]].away
