@@ -489,8 +489,9 @@ class FollowService(Service):
                 self._carry_out(book)
 
     def _restart(self, rank: Rank) -> None:
+        was_dead = rank.process.is_dead  # else another fault has started it again
         super()._restart(rank)
-        if rank.role == "decode":
+        if was_dead and rank.role == "decode":
             self._join(rank, rank.process)
 
     def _join(self, rank: Rank, process: Process) -> None:

@@ -293,9 +293,10 @@ class Wire:
                 # Whatever is granted to it from now on, it does not want.
                 self._promises[process, target, message.pull_id] = ("", math.inf)
             elif isinstance(message, Hello):
-                # A peer that was lost and is met anew is asked anew.
-                for place in [p for p in self._granted if p[:2] == (process, to)]:
-                    del self._granted[place]
+                # A peer that was lost and is met anew is asked anew. An answer to an older question changes nothing.
+                for place in [p for p in self.asked if p[:2] == (process, to)]:
+                    self._granted.pop(place, None)
+                    self.asked[place] = 0, self.asked[place][1]
                 self._greets(process, to, target, message.nonce)
             elif isinstance(message, Claim | Renew):
                 self.asked[process, to, message.pull_id] = message.nonce, packet
