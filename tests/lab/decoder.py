@@ -422,7 +422,9 @@ class Decoder:
         owner, asked_at = self.service.tickets.asked.get((process, following.ticket), ("", math.inf))
         lent_at, withdrawn_at = self.service.tickets.known_at(owner, following.ticket)
         if how == "ended (no_offer)" and self.service.tickets.is_lent(owner, following.ticket):
-            begin = max(lent_at, asked_at, self.service.troubled_until)
+            # A rank may be away for longer than the fault that its pauses are of.
+            back = (until for each in self.service.ranks.values() for _, until in each.process.away)
+            begin = max(lent_at, asked_at, self.service.troubled_until, *back)
             if begin + MAX_CLAIM_PAUSE_S + 1.0 < following.clock.at + PULL.follow_s:
                 self.world.violate(f"{process.name} follows {name}, which has long been lent, and it {how}")
         if not (script.is_only_hostile or ask.prefill in self.service.spared):

@@ -291,9 +291,9 @@ class Hostile:
         ]
         for address, sender, lie in lies:
             self.world.counts["hostile.misled"] += 1
-            before = following.state, following.reason
+            before = following.is_open, following.reason  # any word shows that the rank lives, so that it can be asked
             control.hear(address, encode_packet(sender, self.core.identity.incarnation, [lie]))
-            if (following.state, following.reason) != before:
+            if (following.is_open, following.reason) != before:
                 self.world.violate(f"a forged Offered changed what {self.process.name} follows")
 
 
