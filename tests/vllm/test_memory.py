@@ -560,10 +560,14 @@ def test_a_wrong_number_of_groups_is_refused_to_unequal_ranks(tmp_path: Path) ->
     check_refused(tmp_path, Side(layers), Side(layers, tp=2), "conv_b")
 
 
-@pytest.mark.parametrize("one", [FP8, {"dtype": torch.float8_e5m2}], ids=["mode", "dtype"])
-def test_caches_of_other_precisions_do_not_meet(tmp_path: Path, one: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("one", "match"),
+    [(FP8, "remote .'kv fp8_per_tensor'."), ({"dtype": torch.float8_e5m2}, "local uint8, remote float8_e5m2")],
+    ids=["mode", "dtype"],
+)
+def test_caches_of_other_precisions_do_not_meet(tmp_path: Path, one: dict[str, Any], match: str) -> None:
     ours, theirs = {LAYERS[0]: Attention(dtype=torch.uint8)}, {LAYERS[0]: Attention(**one)}
-    check_refused(tmp_path, Side(theirs), Side(ours), "")
+    check_refused(tmp_path, Side(theirs), Side(ours), match)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("fp8_e4m3", "fp8_e5m2"), ("fp8_e5m2", "fp8_e4m3"), ("fp8", "fp8_e5m2")])
