@@ -55,7 +55,7 @@ def readers(lease: Lease) -> Iterator[tuple[str, str, Grant | None]]:
         else:
             yield grant.name, _state_of(lease, grant), grant
     for reader, discharge in lease.discharged.items():
-        if reader not in known:
+        if reader not in lease.running:
             yield discharge.name, discharge.outcome.value, None
     for _ in range(lease.lent.readers - len(lease.cohorts)):
         yield "*", "unclaimed", None
@@ -63,8 +63,8 @@ def readers(lease: Lease) -> Iterator[tuple[str, str, Grant | None]]:
 
 def last_grants(lease: Lease) -> dict[Reader, Grant]:
     """Return the last grants of the readers that are owed or hold one."""
-    granted = {grant.reader: grant for grant in lease.grants.values()}
-    return {x: grant for x, grant in (lease.past | granted).items() if x in granted or x not in lease.discharged}
+    known = lease.past | {grant.reader: grant for grant in lease.grants.values()}
+    return {x: grant for x, grant in known.items() if x in lease.running or x not in lease.discharged}
 
 
 def _state_of(lease: Lease, grant: Grant) -> str:

@@ -213,6 +213,7 @@ class Lease:
     cohorts: dict[str, BoundCohort] = field(default_factory=dict)
     num_readers: int = 0  # readers of these cohorts; those that are not discharged are owed
     grants: dict[PullId, Grant] = field(default_factory=dict)
+    running: dict[Reader, int] = field(default_factory=dict)  # number of these grants by reader
     deadlines: list[tuple[float, PullId]] = field(default_factory=list)
     """Heap of the times at which each grant is checked. A renewed grant gets a later entry only at that check."""
     looks: list[tuple[float, PullId, Reader]] = field(default_factory=list)
@@ -293,6 +294,7 @@ class Lease:
             # Readers trust only what they confirm after their read, and nothing is confirmed from now on.
             self._note(now, notes.Recalled(len(self.grants)))
             self.grants.clear()
+            self.running.clear()
         self._go_on(after, now)
         return Effects(self.wake_at, has_ended=self.is_over)
 
@@ -309,13 +311,12 @@ class Lease:
         was_over, strays = self.is_over, list[Grant]()
         self._go_on(self.state, now)
         if now >= self.look_at:
-            granted = {grant.reader for grant in self.grants.values()}
             for _ in range(AT_ONCE):
                 if not self.looks or self.looks[0][0] > now:
                     break
                 _, pull_id, reader = heapq.heappop(self.looks)
                 grant = self.past[reader]
-                is_known = reader in self.discharged or reader in self.gone or reader in granted
+                is_known = reader in self.discharged or reader in self.gone or reader in self.running
                 if grant.pull_id == pull_id and not is_known:
                     strays.append(grant)
                     heapq.heappush(self.looks, (now + max(PROBE_S, now - grant.until), pull_id, reader))
@@ -377,6 +378,9 @@ class Lease:
                 heapq.heappush(self.deadlines, (grant.until, pull_id))
                 continue
             del self.grants[pull_id]
+            self.running[grant.reader] -= 1
+            if not self.running[grant.reader]:
+                del self.running[grant.reader]
             self.past[grant.reader] = grant
             heapq.heappush(self.looks, (now, pull_id, grant.reader))
             if grant.has_copies:
@@ -466,6 +470,7 @@ class Lease:
                 self.history.append((now, notes.GrantedTo(name, pull_id)))
             self.attempts[reader] = self.attempts.get(reader, 0) + 1
             self.grants[pull_id] = Grant(pull_id, reader, sender, name, now + seconds, now, now, (reply_to,))
+            self.running[reader] = self.running.get(reader, 0) + 1
             self.names[sender] = name
             self.gone.discard(reader)
             heapq.heappush(self.deadlines, (now + seconds, pull_id))
@@ -487,6 +492,9 @@ class Lease:
             name, self.attempts[reader] = reader.name(sender), self.attempts.get(reader, 0) + 1
         else:
             name, self.ended_copies = grant.name, self.ended_copies or grant.has_copies
+            self.running[reader] -= 1
+            if not self.running[reader]:
+                del self.running[reader]
         if release.outcome is not Outcome.RETRY:
             self.gone.discard(reader)
             self.discharged.setdefault(reader, Discharge(release.outcome, name))
