@@ -74,9 +74,10 @@ def run() -> int:
     """Run the command line, with errors as one line on stderr; return the exit status."""
     try:
         prepare()
-        text, status = _run()
+        return _run()
     except Unwritten as exc:
         text, status = exc.told()
+        return _say(text, status) if text else status
     except BaseException as exc:
         # An error that Ctrl-C caused, such as an import that it broke off, is no error.
         cause: BaseException | None = exc
@@ -84,31 +85,29 @@ def run() -> int:
             cause = cause.__cause__ or cause.__context__
         if cause is None:
             raise
-        text, status = "interrupted", INTERRUPTED
-    if text:
-        print(f"asynckv: {without_control(text)}", file=sys.stderr)
-    return status
+        return _say("interrupted", INTERRUPTED)
 
 
-def _run() -> tuple[str, int]:
-    """Return what is to be said on stderr, if anything, and the exit status."""
+def _run() -> int:
     try:
         found = app(standalone_mode=False)
-        # A closed stdout must be noticed here, not by the interpreter at exit.
-        sys.stdout.flush()
+        status = found if isinstance(found, int) else 0
+        if status == INTERRUPTED:  # which typer makes of Ctrl-C, without a word
+            _say("interrupted", status)
     except USAGE_ERROR as exc:
         # Without a message there were no arguments, and the help has been printed.
-        return _usage(exc) if exc.format_message() else "", int(exc.exit_code)
+        return _say(_usage(exc), exc.exit_code) if exc.format_message() else int(exc.exit_code)
     except ConfigError as exc:
-        return str(exc), 2
+        return _say(exc, 2)
     except AsyncKVError as exc:
-        return str(exc), 2 if isinstance(exc, BackendError) else 1
+        return _say(exc, 2 if isinstance(exc, BackendError) else 1)
     except OSError as exc:
         if exc.filename is None:
             raise
-        return f"{os.fsdecode(exc.filename)}: {exc.strerror}", 2
-    status = found if isinstance(found, int) else 0
-    return "interrupted" if status == INTERRUPTED else "", status  # typer makes this status of Ctrl-C, without a word
+        return _say(f"{os.fsdecode(exc.filename)}: {exc.strerror}", 2)
+    # A closed stdout must be noticed here, not by the interpreter at exit.
+    sys.stdout.flush()
+    return status
 
 
 USAGE_ERROR: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -121,3 +120,8 @@ def _usage(exc: Any) -> str:
     if context is None:
         return text
     return f"{text}{' See' if text.endswith('?') else '; see'} {context.command_path} --help"
+
+
+def _say(exc: object, status: int) -> int:
+    print(f"asynckv: {without_control(str(exc))}", file=sys.stderr)
+    return status
