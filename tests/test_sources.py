@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -656,10 +655,9 @@ def test_nothing_is_kept_of_ranks_that_are_gone() -> None:
     # Nor of a handshake that was under way.
     world.advance(1.0)
     world.pull(decode, "y", [3], world.params([prefill], "s", [2], 4))
-    greeted = functools.partial(decode.core.decode.peers.at, prefill.address, PeerState.CONNECTING)
-    assert len(greeted()) == 1
+    assert len(decode.core.decode.peers._hellos) == 1
     decode.core.decode.forget(prefill.address, world.time(decode))
-    assert not greeted()
+    assert not decode.core.decode.peers._hellos
 
 
 @pytest.mark.parametrize("what", ["groups", "choices"])

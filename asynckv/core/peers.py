@@ -53,6 +53,7 @@ class Peers:
         self._there: defaultdict[Address, dict[Peer, None]] = defaultdict(dict)  # the same by address
         self._layout, self._cohort, self._config = identity.layout, identity.cohort, config
         self._outbox, self._timers, self._nonces, self._routes = shared.outbox, shared.timers, nonces, routes
+        self._hellos: dict[int, Peer] = {}
         self.scheduled_at = math.inf  # when ranks that wait to be greeted have their next turn
         self.waiting: dict[Peer, PullId] = {}  # ranks that wait to be greeted, with the pull that wanted each first
         self._greetings, self._by_age = Limiter(GREETINGS_PER_S, GREETING_BURST), cycle((False, True))
@@ -185,8 +186,8 @@ class Peers:
         self, message: Welcome | Unwelcome, address: Address, sender: str, now: float
     ) -> tuple[Peer, Reason, str] | None:
         """Take the answer to a hello. Return the peer, reason and detail if the rank does not serve us."""
-        peer = next((each for each in self.at(address, S.CONNECTING) if each.nonce == message.nonce), None)
-        if peer is None:
+        peer = self._hellos.get(message.nonce)
+        if peer is None or peer.state is not S.CONNECTING or peer.address != address:
             self._outbox.counters["dropped.stale_answer"] += 1
             return None
         if isinstance(message, Unwelcome):
@@ -196,6 +197,7 @@ class Peers:
         if not isinstance(layout, Layout):
             reason, why = layout
             return peer, reason, f"{peer.where}: {why}"
+        self._hellos.pop(peer.nonce, None)
         peer.welcomed(message.agent_name, layout, message.minor, message.packing, self._config, now)
         self.wake(peer)
         self._outbox.commands.append(LoadPeer(peer, message.metadata))
@@ -253,6 +255,7 @@ class Peers:
         return True
 
     def failed(self, peer: Peer, reason: Reason, detail: str, now: float, how: How | None = None) -> None:
+        self._hellos.pop(peer.nonce, None)
         peer.failed(reason, detail, self._config, now, how)
         self.wake(peer)
 
@@ -260,6 +263,7 @@ class Peers:
         """Mark a peer as lost; return False if it was already. The caller tells its pulls, then calls `reap`."""
         if peer.state is S.GONE:
             return False
+        self._hellos.pop(peer.nonce, None)
         self.waiting.pop(peer, None)
         peer.lost(reason, detail, pause_s, now, how)
         self.wake(peer)
@@ -326,6 +330,7 @@ class Peers:
 
     def _greet(self, peer: Peer, now: float) -> None:
         peer.greet(next(self._nonces), self._config, now)
+        self._hellos[peer.nonce] = peer
         self._say_hello(peer, now)
 
     def _say_hello(self, peer: Peer, now: float) -> None:
