@@ -158,8 +158,8 @@ def test_a_claim_is_drawn_though_the_lend_was_written_late_and_the_log_ends_with
     written.line("lease_lent", 2.3, P, **ids, blocks=1, lease_s=30.0)
     written.line("lease_granted", 3.0, P, **ids, reader=D[0], pull_id=f"{'c' * 16}-9", seconds=10.0, after_s=1.0)
     (story,) = stories(axis_of(written, tmp_path))
-    assert bars(story, P) == [("lent", 0.0, 1.0), ("granted", 1.0, 0.0)]
-    assert [bar.note for bar in story.lanes[0].bars] == ["", ""]
+    assert bars(story, P) == [("lent", 0.0, 0.7), ("granted", 0.7, 0.0)]
+    assert [(bar.note, bar.is_open) for bar in story.lanes[0].bars] == [("", False), ("", True)]
 
 
 def test_the_ground_has_starts_ends_and_when_the_loop_was_away(axis: Axis) -> None:

@@ -173,13 +173,16 @@ class LoggedLease:
 
     @property
     def lent_at(self) -> float:
-        """Time of the lend, by its process's clock. A line may be late, so the earliest counts."""
-        begun = [self.lent.at] if self.lent is not None else []
-        begun += [x.at - max(x.number("after_s", 0.0), 0.0) for x in self.granted]
+        """Time of the lend, by its process's clock."""
+        said = self.lent.at if self.lent is not None else math.inf
         if self.ended is not None and not math.isnan(seconds := self.ended.number("seconds")):
-            begun.append(self.ended.at - seconds)
-        begun = begun or [x.at - x.number("lent_s") for x in self.held if not math.isnan(x.number("lent_s"))][:1]
-        return min(begun or [x.at for x in self.transitions], default=math.nan)
+            return min(self.ended.at - seconds, said)  # a line may be late
+        if self.lent is not None:
+            return said
+        for record in self.held:
+            if not math.isnan(seconds := record.number("lent_s")):
+                return record.at - seconds
+        return min((x.at for x in (*self.granted, *self.transitions)), default=math.nan)
 
     @property
     def records(self) -> list[Record]:

@@ -257,9 +257,10 @@ def _lease_lane(axis: Axis, lease: LoggedLease) -> Lane:
     end = start + lease.ended.number("seconds", 0.0) if lease.ended is not None else max(process.last_at, start)
     grants = [start + x.claimed_s for x in lease.claims.values()]
     grants += [x.at for x in steps if isinstance(x.what, GrantedTo)]
+    grants += [x.at for x in lease.granted]  # a line is late, but not as late as the sum of a late lend and a duration
     cuts = [("lent", start)]
-    if grants := [min(x, end) for x in grants if x >= start]:  # lines are late, so their sums may be after the last
-        cuts.append(("granted", min(grants)))
+    if (first := min((x for x in grants if start <= x <= end), default=math.nan)) <= end:
+        cuts.append(("granted", first))
     if (ending := next((s.at for s in steps if isinstance(s.what, Revoked)), math.nan)) <= end:
         cuts.append(("ending", ending))
     fields = {
@@ -271,9 +272,9 @@ def _lease_lane(axis: Axis, lease: LoggedLease) -> Lane:
     }
     unknown = "whether it was claimed is not told" if is_open and len(cuts) == 1 else ""
     bars = [
-        Bar(phase, at, until, note=unknown, is_open=is_open and until == end)
+        Bar(phase, at, until, note=unknown, is_open=is_open and phase == cuts[-1][0])
         for (phase, at), (_, until) in itertools.pairwise([*cuts, ("", end)])
-        if until > at or phase == cuts[-1][0]
+        if until > at or len(cuts) == 1 or (is_open and phase == "granted")
     ]
     return _lane(axis, process, "prefill", "lease", bars, {name: x for name, x in fields.items() if x})
 
