@@ -77,8 +77,12 @@ class Side:
     async def lend(self, number: int) -> dict[str, Any]:
         """Lend three blocks, and return their params."""
         params = self.group.make_params(f"chat-{number}", [(0, blocks_of(number))], num_tokens=48, written=True)
-        self.engine.lend(params)
+        self.lent = self.engine.lend(params)
         return params
+
+    async def released(self) -> None:
+        """Wait for the last release, which is written down."""
+        await self.lent.wait_released()
 
     async def pull(self, number: int, params: dict[str, Any]) -> int:
         """Read them."""
@@ -98,6 +102,7 @@ async def run(directory: Path, set_after: int = 0, by: float = 0.0, number: int 
             if set_after and i == set_after:
                 await decode.ask("put_forward", seconds=by)
             assert await decode.ask("pull", number=i, params=await prefill.ask("lend", number=i)) == 3 * 16384
+        await prefill.ask("released")
     return Axis(join(read_logs([directory])))
 
 
