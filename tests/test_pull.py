@@ -10,7 +10,8 @@ from asynckv.config import EngineConfig, PullConfig
 from asynckv.core.events import Ending, TransferEnded
 from asynckv.core.lease import LeaseState
 from asynckv.core.pull import Pull, PullState
-from asynckv.core.types import KVTransferParams, Reason
+from asynckv.core.source import RemoteRank, Role, Source
+from asynckv.core.types import Address, KVTransferParams, PullId, Reason
 from asynckv.observe.setup import configure_logging
 from tests.documented import Lines
 from tests.engines import Bench
@@ -162,6 +163,14 @@ def test_what_holds_an_outcome_back_is_bounded_and_says_until_when() -> None:
     decode.reads[transfer].land()
     world.tell(decode, TransferEnded(transfer, Ending.DONE))
     assert pull.is_over
+
+
+def test_answers_count_to_the_last_eight_claims() -> None:
+    rank = RemoteRank(0, 0, (Address("tcp://a"), "start"), "a/tp0", True)
+    source = Source(PullId("p"), rank, Role.READ)
+    for nonce in range(1, 12):
+        source.claimed(nonce, 0.1, float(nonce))
+    assert list(source.nonces) == [4, 5, 6, 7, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("first_s", [0.25, 0.001])
